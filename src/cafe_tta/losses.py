@@ -1,0 +1,79 @@
+"""The losses of the methods: pure functions of features and logits."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cafe_tta.gaussians import GroupedStatistics, SourceGaussians
+
+EIGENVALUE_FLOOR = 1e-3  # ε of Sec. 4.2; docs/choices.md says how it was found
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Softmax entropy of each prediction, in nats. (B, C) -> (B,)
+
+    >>> entropy(torch.zeros(1, 4)).exp().round().item()
+    4.0
+    """
+    log_probs = logits.log_softmax(1)
+    return -(log_probs.exp() * log_probs).sum(1)
+
+
+def infomax(logits: Tensor) -> Tensor:
+    """Be confident on each image, diverse over the batch: mean entropy - entropy of the mean (Eq. 4).
+
+    >>> sure_and_diverse = 50 * torch.eye(4)
+    >>> infomax(sure_and_diverse).exp().item()  # the least it can be: 1 / number of classes
+    0.25
+    """
+    marginal = logits.softmax(1).mean(0)  # (C,)
+    return entropy(logits).mean() + (marginal * marginal.clamp_min(1e-12).log()).sum()
+
+
+def alignment(
+    features: Tensor,
+    source: GroupedStatistics | SourceGaussians,
+    eigenvalue_floor: float = EIGENVALUE_FLOOR,
+    samples_per_dim: float = 1.0,
+) -> Tensor:
+    """L_a: the symmetrised KL divergence between batch and source features, averaged over the groups (Eq. 2-3).
+
+    Exact as long as the batch has more images than the widest group has dimensions; what a smaller batch lacks is made
+    up by samples of the source itself (`gaussians.SourceGaussians.divergence`): every batch gives a finite loss.
+    """
+    gaussians = source if isinstance(source, SourceGaussians) else SourceGaussians(source, eigenvalue_floor)
+    divergence = gaussians.divergence(gaussians.moments(features), samples_per_dim)
+    return divergence.values.mean().to(features.dtype)
+
+
+def soft_histogram(values: Tensor, edges: Tensor, temperature: float) -> Tensor:
+    """Soft counts of each unit's values in the bins between its edges and in the two open ends (FR).
+
+    values (B, U), edges (U, E) ascending -> (U, E + 1): softmax over bins j of (j·x - Σ_{i<j} e_i) / τ, summed over B.
+
+    >>> edges = torch.tensor([[0.0, 1.0]])
+    >>> soft_histogram(torch.tensor([[-1.0], [0.5], [0.6]]), edges, temperature=0.01).round().tolist()
+    [[1.0, 2.0, 0.0]]
+    """
+    numbers = torch.arange(1, edges.shape[1] + 2, dtype=values.dtype, device=values.device)  # (E + 1,)
+    offsets = torch.nn.functional.pad(edges.cumsum(1), (1, 0))  # (U, E + 1)
+    logits = values[:, :, None] * numbers - offsets  # (B, U, E + 1)
+    return (logits / temperature).softmax(2).sum(0)
+
+
+def histogram_divergence(counts: Tensor, source_counts: Tensor) -> Tensor:
+    """Symmetrised KL divergence of each unit's histogram from the source's, in units of ln(bins). 2 × (U, J) -> (U,)"""
+    p = counts / counts.sum(1, keepdim=True)
+    q = source_counts / source_counts.sum(1, keepdim=True)
+    log_ratio = (p + 1e-8).log() - (q + 1e-8).log()
+    return ((p - q) * log_ratio).sum(1) / math.log(counts.shape[1])
+
+
+def squared_distance(
+    tensors: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], floor: float
+) -> Tensor:
+    """½ Σ (θ - μ)² / (σ² + floor): minus the log density of a diagonal Gaussian, but for a constant (BACS)."""
+    terms = zip(tensors, means, variances, strict=True)
+    return torch.stack([((t - mean).square() / (variance + floor)).sum() for t, mean, variance in terms]).sum() / 2

@@ -1,0 +1,95 @@
+"""Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
+
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from cafe_tta.adapter import Adapter
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.methods.adabn import AdaBN, AdaBNConfig
+from cafe_tta.methods.bacs import BACS, BACSConfig
+from cafe_tta.methods.cafe import CAFe, CAFeConfig
+from cafe_tta.methods.cafe_dimwise import CAFeDimwise
+from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax
+from cafe_tta.methods.dann import DANN, DANNConfig
+from cafe_tta.methods.fr import FR, FRConfig
+from cafe_tta.methods.infomax import Infomax
+from cafe_tta.methods.source import SourceOnly
+from cafe_tta.methods.t3a import T3A, T3AConfig
+from cafe_tta.methods.tent import Tent, TentConfig
+
+METHODS: dict[str, type[Adapter]] = {
+    "source": SourceOnly,
+    "adabn": AdaBN,
+    "t3a": T3A,
+    "tent": Tent,
+    "bacs": BACS,
+    "fr": FR,
+    "infomax": Infomax,
+    "cafe-no-infomax": CAFeNoInfomax,
+    "cafe-dimwise": CAFeDimwise,
+    "cafe": CAFe,
+    "dann": DANN,
+}
+
+
+def method(name: str) -> type[Adapter]:
+    """The class of a method, or an error that lists what there is."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; choose from: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def configure(name: str, preset: str | None = None, **options: Any) -> Any:
+    """The configuration of a method: a preset, or its defaults, with some options changed."""
+    kind = method(name)
+    if preset is not None and preset not in kind.presets:
+        raise ValueError(f"{name} has no preset {preset!r}; choose from: {', '.join(kind.presets) or 'none'}")
+    config = kind.Config() if preset is None else kind.presets[preset]
+    known = [field.name for field in fields(config)]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{name} has no option {option!r}{did_you_mean(option, known)}; options: {', '.join(known)}"
+            )
+    return replace(config, **options)
+
+
+def create(
+    name: str, classifier: SplitClassifier, source: Any = None, *, preset: str | None = None, **options: Any
+) -> Adapter:
+    """An adapter by the name of its method. `source` is what the method `needs`; the others ignore it."""
+    config = configure(name, preset, **options)
+    return method(name)(classifier, source, config)
+
+
+def did_you_mean(word: str, known: Any) -> str:
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+__all__ = [
+    "BACS",
+    "DANN",
+    "FR",
+    "METHODS",
+    "T3A",
+    "AdaBN",
+    "AdaBNConfig",
+    "BACSConfig",
+    "CAFe",
+    "CAFeConfig",
+    "CAFeDimwise",
+    "CAFeNoInfomax",
+    "DANNConfig",
+    "FRConfig",
+    "Infomax",
+    "SourceOnly",
+    "T3AConfig",
+    "Tent",
+    "TentConfig",
+    "configure",
+    "create",
+    "did_you_mean",
+    "method",
+]

@@ -1,0 +1,68 @@
+"""AdaBN: the statistics of BatchNorm layers follow the test images.
+
+Li et al., Revisiting batch normalization for practical domain adaptation, 2017. https://arxiv.org/abs/1603.04779
+Schneider et al., Improving robustness against common corruptions, 2020. https://arxiv.org/abs/2006.16971
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.normalisation import Normaliser
+
+
+@dataclass(frozen=True)
+class AdaBNConfig(AdapterConfig):
+    batch_size: int = 32  # Appendix A.2
+    momentum: float | None = 0.1  # of the running statistics; None: their average over all batches since the reset
+    prior: float | None = (
+        None  # N of Schneider et al.: normalise with N/(N+n) source + n/(N+n) batch; None: batch alone
+    )
+    min_batch: int = 2  # a smaller batch is answered with the running statistics
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum is not None and not 0 <= self.momentum <= 1:
+            raise ValueError(f"expected `momentum` to be between 0 and 1 or None, but got {self.momentum}")
+        if self.prior is not None and self.prior < 0:
+            raise ValueError(f"expected `prior` to be at least 0 or None, but got {self.prior}")
+        if self.prior is not None and self.momentum is None:
+            raise ValueError("expected a `momentum` with `prior`, but got None: a blend is not averaged from scratch")
+
+
+class AdaBN(Adapter):
+    """Normalises with the batch; the running statistics follow, for evaluation."""
+
+    name = "adabn"
+    Config = AdaBNConfig
+    config: AdaBNConfig
+    presets: ClassVar = {"cifar": AdaBNConfig(), "imagenet": AdaBNConfig()}
+
+    def prepare(self, source: Any) -> None:
+        prior = self.config.prior
+        self.normaliser = Normaliser(self.classifier, "batch" if prior is None else "blend", prior=prior)
+        if not self.normaliser.layers:
+            raise ValueError("adabn adapts the statistics of BatchNorm layers, but this classifier has none")
+        for layer in self.normaliser.layers:
+            layer.momentum = self.config.momentum
+
+    def reset(self) -> None:
+        super().reset()
+        if self.config.momentum is None:
+            for layer in self.normaliser.layers:
+                layer.num_batches_tracked.zero_()  # type: ignore[union-attr] # the average begins anew
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        size = len(images)
+        with torch.no_grad():
+            if size < self.config.min_batch:
+                reason = f"a batch of {size} is too small to normalise with (min_batch={self.config.min_batch})"
+                return self.predict(images), Report(size, stepped=False, reason=reason)
+            self.normaliser.adapting()
+            features, logits = self.run(images)
+            if not torch.isfinite(features).all():
+                return logits, Report(size, stepped=False, refused=True, reason="its features are NaN or infinite")
+            return logits, Report(size, stepped=True)

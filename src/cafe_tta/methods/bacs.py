@@ -1,0 +1,138 @@
+"""BACS: entropy minimisation with a Bayesian prior on the weights, and an ensemble.
+
+Zhou and Levine, Bayesian adaptation for covariate shift, NeurIPS 2021. https://arxiv.org/abs/2109.12746
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cafe_tta import losses
+from cafe_tta.adapter import Adapter, GradientAdapter, Report, StepConfig
+from cafe_tta.source.swag import Posterior, PosteriorMember
+
+
+@dataclass(frozen=True)
+class BACSConfig(StepConfig):
+    batch_size: int = 128  # Appendix A.2
+    prior_weight: float = 1e-4  # weight of the posterior term
+    variance_floor: float = 1e-6  # added to SWAG's variances, some of which are 0
+    ensemble_size: int | None = None  # members used; None: all that the posterior has. The paper does not give a number
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior_weight < 0 or self.variance_floor <= 0:
+            raise ValueError(
+                "expected `prior_weight` to be at least 0 and `variance_floor` to be above 0, "
+                f"but got {self.prior_weight} and {self.variance_floor}"
+            )
+        if self.ensemble_size is not None and self.ensemble_size < 1:
+            raise ValueError(f"expected `ensemble_size` to be at least 1 or None, but got {self.ensemble_size}")
+
+
+class _Member(GradientAdapter):
+    """One member: mean entropy + w · ½ Σ (θ - μ)² / (σ² + floor). All weights move, and start from μ."""
+
+    name = "bacs-member"
+    needs = "posterior"
+    Config = BACSConfig
+    config: BACSConfig
+
+    def prepare(self, source: PosteriorMember) -> None:
+        source.put_into(self.classifier)
+        super().prepare(source)
+        moving = {id(parameter) for parameter in self.moving()}
+        self._names = [name for name, p in self.classifier.named_parameters() if id(p) in moving]
+        for number, name in enumerate(self._names):
+            self.register_buffer(f"mean_{number}", source.mean[name].clone(), persistent=False)
+            self.register_buffer(f"variance_{number}", source.variance[name].clone(), persistent=False)
+
+    def moving(self) -> list[nn.Parameter]:
+        """All weights and biases, the head's too."""
+        return list(self.classifier.parameters()) if self.config.parameters == "all" else super().moving()
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        parameters = dict(self.classifier.named_parameters())
+        means = [self.get_buffer(f"mean_{i}") for i in range(len(self._names))]
+        variances = [self.get_buffer(f"variance_{i}") for i in range(len(self._names))]
+        moved = [parameters[name] for name in self._names]
+        prior = losses.squared_distance(moved, means, variances, self.config.variance_floor)
+        entropy = losses.entropy(logits).mean()
+        self.notes |= {"entropy": entropy.item(), "prior": prior.item()}
+        return entropy + self.config.prior_weight * prior
+
+
+class BACS(Adapter):
+    """An ensemble of posterior means, each adapted by itself; probabilities are averaged. Needs a SWAG posterior.
+
+    Logits are the logarithms of the averaged probabilities; features are those of the first member.
+    """
+
+    name = "bacs"
+    needs = "posterior"
+    Config = BACSConfig
+    config: BACSConfig
+    presets: ClassVar = {
+        "cifar": BACSConfig(),
+        "cifar-online": BACSConfig(answer="after-eval"),
+        "imagenet": BACSConfig(batch_size=64, lr=1e-4, momentum=0.9, prior_weight=3e-4),
+        "imagenet-online": BACSConfig(batch_size=64, lr=1e-4, momentum=0.9, prior_weight=3e-4, answer="after-eval"),
+    }
+
+    def prepare(self, source: Any) -> None:
+        super().prepare(source)
+        if not isinstance(source, Posterior):
+            raise TypeError(f"{self.name} needs a Posterior, but got {type(source).__name__}")
+        source.check_belongs_to(self.classifier)
+        size = self.config.ensemble_size or len(source.members)
+        if size > len(source.members):
+            raise ValueError(
+                f"expected `ensemble_size` to be at most {len(source.members)}, the posterior's, but got {size}"
+            )
+        self.members = nn.ModuleList(_Member(self.classifier, m, self.config) for m in source.members[:size])
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        results = [member.answer_or_leave(images) for member in self._members()]
+        reports = [report for _, report in results]
+        reasons = "; ".join(dict.fromkeys(report.reason for report in reports if report.reason))
+        known = [report.loss for report in reports if report.loss is not None]
+        loss = sum(known) / len(known) if known else None
+        stepped, refused = any(report.stepped for report in reports), any(report.refused for report in reports)
+        report = Report(len(images), stepped, refused, reasons, loss, reports[0].notes)
+        return self._average([logits for logits, _ in results]), report
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        results = [member.features_and_logits(images) for member in self._members()]
+        return results[0][0], self._average([logits for _, logits in results])
+
+    def reset(self) -> None:
+        super().reset()
+        for member in self._members():
+            member.reset()
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"{i}.{k}": t for i, member in enumerate(self._members()) for k, t in member.state().items()}
+
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        for member, part in zip(self._members(), self._parts(tensors), strict=True):
+            member.check_state(part)
+
+    def set_state(self, tensors: Mapping[str, Tensor]) -> None:
+        for member, part in zip(self._members(), self._parts(tensors), strict=True):
+            member.set_state(part)
+
+    def _members(self) -> list[_Member]:
+        return [member for member in self.members if isinstance(member, _Member)]
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        starts = [f"{i}." for i in range(len(self.members))]
+        return [{k.removeprefix(s): t for k, t in tensors.items() if k.startswith(s)} for s in starts]
+
+    @staticmethod
+    def _average(logits: list[Tensor]) -> Tensor:
+        if len(logits) == 1:
+            return logits[0].log_softmax(1)
+        return torch.stack([one.softmax(1) for one in logits]).mean(0).clamp_min(1e-38).log()

@@ -1,0 +1,110 @@
+"""CAFe: the features of the batch are moved back to the source's mean and covariance, group by group.
+
+Adachi, Yamaguchi, Kumagai, Covariance-aware feature alignment with pre-computed source statistics for test-time
+adaptation to multiple image corruptions, ICIP 2023. https://arxiv.org/abs/2204.13263
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from cafe_tta import losses
+from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.gaussians import Moments, SourceGaussians, merge
+from cafe_tta.stats import SourceStats
+
+
+@dataclass(frozen=True)
+class CAFeConfig(StepConfig):
+    eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
+    samples_per_dim: float = (
+        2.0  # samples that a group of d dimensions wants, over d; 0: the batch as it is (the paper)
+    )
+    memory: bool = (
+        True  # a batch with fewer is completed by the moments of earlier batches, before source samples are used
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eigenvalue_floor > 0:
+            raise ValueError(f"expected `eigenvalue_floor` to be above 0, but got {self.eigenvalue_floor}")
+        if not self.samples_per_dim >= 0:
+            raise ValueError(f"expected `samples_per_dim` to be at least 0, but got {self.samples_per_dim}")
+
+
+class CAFe(GradientAdapter):
+    """L_a + L_IM. Needs the statistics of the source features."""
+
+    name = "cafe"
+    needs = "stats"
+    Config = CAFeConfig
+    config: CAFeConfig
+    presets: ClassVar = {
+        "cifar": CAFeConfig(samples_per_dim=0),
+        "cifar-online": CAFeConfig(samples_per_dim=0, answer="after-eval"),
+        "imagenet": CAFeConfig(samples_per_dim=0),
+        "imagenet-online": CAFeConfig(samples_per_dim=0, answer="after-eval"),
+    }
+
+    def prepare(self, source: Any) -> None:
+        if not isinstance(source, SourceStats):
+            raise TypeError(
+                f"{self.name} needs SourceStats, but got {type(source).__name__}; make them with stats.group()"
+            )
+        source.check_belongs_to(self.classifier)
+        super().prepare(source)
+        source = self.grouping(source)
+        self.gaussians = SourceGaussians(source, self.config.eigenvalue_floor)
+        self.window = math.ceil(
+            self.config.samples_per_dim * source.widest_group
+        )  # images that the memory holds at most
+
+    def grouping(self, source: SourceStats) -> SourceStats:
+        return source
+
+    def reset(self) -> None:
+        super().reset()
+        self._set_memory([])
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        return self.alignment(features) + self.infomax(logits)
+
+    def infomax(self, logits: Tensor) -> Tensor:
+        infomax = losses.infomax(logits)
+        self.notes["infomax"] = infomax.item()
+        return infomax
+
+    def alignment(self, features: Tensor) -> Tensor:
+        """L_a of the batch, completed where it is too small for a group."""
+        moments = self.gaussians.moments(features)
+        memory = self._memory(features)
+        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory)
+        self._remember(moments, memory)
+        alignment = divergence.values.mean().to(features.dtype)
+        self.notes["alignment"] = alignment.item()
+        self.notes["completed_groups"] = float(divergence.completed.sum())
+        return alignment
+
+    # The memory is a few buffers: it moves, is saved and is put back with the adapter.
+
+    def _memory(self, features: Tensor) -> list[Moments] | None:
+        if self.memory_count == 0:
+            return None
+        return self.gaussians.unpack(self.memory_count, self.memory_moments.to(features.device))
+
+    def _remember(self, moments: list[Moments], memory: list[Moments] | None) -> None:
+        if not (self.config.memory and self.window):
+            return
+        moments = [part.detach() for part in moments]
+        room = self.window - moments[0].count[0]
+        if memory is not None and room > 0:
+            kept = [part.with_count(part.count.clamp(max=room)) for part in memory]
+            moments = [merge(a, b) for a, b in zip(moments, kept, strict=True)]
+        self._set_memory(moments)
+
+    def _set_memory(self, moments: list[Moments]) -> None:
+        count, values = self.gaussians.pack(moments)
+        self.memory_count = nn.Buffer(count.clamp(max=float(self.window)))
+        self.memory_moments = nn.Buffer(values)

@@ -1,0 +1,13 @@
+"""CAFe (dimwise): alignment of each feature dimension by itself, without correlations (Sec. 5.2)."""
+
+from cafe_tta.methods.cafe import CAFe
+from cafe_tta.stats import SourceStats
+
+
+class CAFeDimwise(CAFe):
+    """L_a with every dimension as a group of its own, + L_IM."""
+
+    name = "cafe-dimwise"
+
+    def grouping(self, source: SourceStats) -> SourceStats:
+        return source.dimwise()

@@ -1,0 +1,81 @@
+"""FR: feature restoration. Soft histograms of features and logits are moved back to the source's, unit by unit.
+
+Eastwood et al., Source-free adaptation to measurement shift via bottom-up feature restoration, ICLR 2022.
+https://arxiv.org/abs/2107.05446 (without its bottom-up training, as in the paper)
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cafe_tta import losses
+from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.source.histograms import SourceHistograms, UnitHistograms
+
+
+@dataclass(frozen=True)
+class FRConfig(StepConfig):
+    momentum: float = 0.9  # Appendix A.2
+    temperature: float = 0.01  # τ of the soft binning: 0.01 offline, 0.05 online (Appendix A.2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise ValueError(f"expected `temperature` to be above 0, but got {self.temperature}")
+
+
+class FR(GradientAdapter):
+    """Symmetrised KL between histograms, mean over features + mean over logits. Needs the source's histograms."""
+
+    name = "fr"
+    needs = "histograms"
+    Config = FRConfig
+    config: FRConfig
+    presets: ClassVar = {
+        "cifar": FRConfig(),
+        "cifar-online": FRConfig(temperature=0.05, answer="after-eval"),
+        "imagenet": FRConfig(),
+        "imagenet-online": FRConfig(temperature=0.05, answer="after-eval"),
+    }
+
+    def prepare(self, source: Any) -> None:
+        if not isinstance(source, SourceHistograms):
+            raise TypeError(f"{self.name} needs SourceHistograms, but got {type(source).__name__}")
+        source.check_belongs_to(self.classifier)
+        if self.config.temperature not in source.features.counts:
+            known = ", ".join(map(str, sorted(source.features.counts)))
+            raise ValueError(
+                f"expected `temperature` to be one that the histograms were made with ({known}), "
+                f"but got {self.config.temperature}; make them with temperatures=[{self.config.temperature}]"
+            )
+        super().prepare(source)
+        self._keep_layer("feature", source.features, source.num_bins)
+        self._keep_layer("logit", source.logits, source.num_bins)
+
+    def moving(self) -> list[nn.Parameter]:
+        """Everything but linear layers."""
+        linear = [layer for layer in self.classifier.modules() if isinstance(layer, nn.Linear)]
+        fixed = {id(parameter) for layer in linear for parameter in layer.parameters()}
+        return [parameter for parameter in super().moving() if id(parameter) not in fixed]
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        return self._divergence("feature", features) + self._divergence("logit", logits)
+
+    def _keep_layer(self, layer: str, histograms: UnitHistograms, num_bins: int) -> None:
+        live = histograms.live
+        values = (live.nonzero().flatten(), histograms.scale[live], histograms.edges(num_bins)[live])
+        for name, value in zip(("units", "scale", "edges"), values, strict=True):
+            self.register_buffer(f"{layer}_{name}", value, persistent=False)
+        self.register_buffer(f"{layer}_counts", histograms.counts[self.config.temperature][live], persistent=False)
+
+    def _divergence(self, layer: str, values: Tensor) -> Tensor:
+        units, scale, edges, counts = (
+            self.get_buffer(f"{layer}_{name}") for name in ("units", "scale", "edges", "counts")
+        )
+        if not len(units):
+            return torch.zeros((), dtype=values.dtype, device=values.device)
+        wide = values[:, units].to(edges.dtype) / scale
+        soft = losses.soft_histogram(wide, edges, self.config.temperature)
+        return losses.histogram_divergence(soft, counts).mean().to(values.dtype)

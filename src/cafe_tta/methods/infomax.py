@@ -1,0 +1,26 @@
+"""Infomax: confident on each image, diverse over the batch (Eq. 4). CAFe without its alignment.
+
+Bridle et al., Unsupervised classifiers, mutual information and phantom targets, NIPS 1991.
+"""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cafe_tta import losses
+from cafe_tta.adapter import GradientAdapter, StepConfig
+
+
+class Infomax(GradientAdapter):
+    """Mean entropy minus entropy of the mean prediction. Needs nothing from the source domain."""
+
+    name = "infomax"
+    presets: ClassVar = {
+        "cifar": StepConfig(),
+        "cifar-online": StepConfig(answer="after-eval"),
+        "imagenet": StepConfig(),
+        "imagenet-online": StepConfig(answer="after-eval"),
+    }
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        return losses.infomax(logits)

@@ -1,0 +1,19 @@
+"""No adaptation: the source classifier, frozen. What every other method has to beat."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+
+
+class SourceOnly(Adapter):
+    """The source classifier as it is."""
+
+    name = "source"
+    presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        with torch.no_grad():
+            return self.predict(images), Report(len(images), stepped=False, reason="the source classifier never adapts")

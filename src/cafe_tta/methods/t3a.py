@@ -1,0 +1,75 @@
+"""T3A: the head's class weights become the mean directions of confident test features.
+
+Iwasawa and Matsuo, Test-time classifier adjustment module for model-agnostic domain generalization, NeurIPS 2021.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cafe_tta import losses
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+
+
+@dataclass(frozen=True)
+class T3AConfig(AdapterConfig):
+    batch_size: int = 32  # Appendix A.2
+    support_size: int | None = 20  # M: supports kept for each class; None keeps all, and grows with the stream
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.support_size is not None and self.support_size < 1:
+            raise ValueError(f"expected `support_size` to be at least 1 or None, but got {self.support_size}")
+
+
+class T3A(Adapter):
+    """Classifies by the summed directions of each class's M most confident features. The network never changes."""
+
+    name = "t3a"
+    Config = T3AConfig
+    config: T3AConfig
+    presets: ClassVar = {"cifar": T3AConfig(), "imagenet": T3AConfig()}
+
+    def reset(self) -> None:
+        super().reset()
+        with torch.no_grad():
+            self._set_supports(*self._judged(self.classifier.head.weight))  # one support a class to begin with
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        with torch.no_grad():
+            self.normaliser.evaluating()
+            features, logits = self.run(images)
+            if not torch.isfinite(features).all():
+                return logits, Report(
+                    len(images), stepped=False, refused=True, reason="its features are NaN or infinite"
+                )
+            new = self._judged(features)
+            joined = [torch.cat(pair) for pair in zip((self.supports, self.labels, self.entropies), new, strict=True)]
+            self._set_supports(*joined)
+            return features @ self._class_weights().T, Report(len(images), stepped=True)
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features, _ = super().features_and_logits(images)
+        return features, features @ self._class_weights().T
+
+    def _judged(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features with the label and entropy that the original head, bias included, gives them."""
+        logits = self.classifier.head(features)
+        return features.detach().clone(), logits.argmax(1), losses.entropy(logits)
+
+    def _set_supports(self, supports: Tensor, labels: Tensor, entropies: Tensor) -> None:
+        if self.config.support_size is not None:
+            order = entropies.argsort(stable=True)
+            kept = [order[labels[order] == c][: self.config.support_size] for c in range(self.classifier.num_classes)]
+            chosen = torch.cat(kept).sort().values  # in the order they came, which a tie respects
+            supports, labels, entropies = supports[chosen], labels[chosen], entropies[chosen]
+        self.supports = nn.Buffer(supports)  # (S, D)
+        self.labels = nn.Buffer(labels)  # (S,)
+        self.entropies = nn.Buffer(entropies)  # (S,)
+
+    def _class_weights(self) -> Tensor:
+        directions = nn.functional.normalize(self.supports, dim=1)
+        weights = torch.zeros_like(self.classifier.head.weight)  # (C, D); a class without supports keeps 0
+        return nn.functional.normalize(weights.index_add(0, self.labels, directions), dim=1)

@@ -1,0 +1,52 @@
+"""Tent: makes predictions confident by moving the weight and bias of the BatchNorm layers.
+
+Wang et al., Tent: fully test-time adaptation by entropy minimization, ICLR 2021. https://arxiv.org/abs/2006.10726
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from cafe_tta import losses
+from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.normalisation import batchnorm_layers, norm_parameters
+
+
+@dataclass(frozen=True)
+class TentConfig(StepConfig):
+    batch_size: int = 128  # Appendix A.2
+
+
+class Tent(GradientAdapter):
+    """Mean entropy of the predictions. Needs nothing from the source domain.
+
+    With normalisation="batch", BatchNorm layers forget their running statistics and normalise with the batch in every
+    mode, as the original does: an evaluation of Tent depends on the evaluation's batches. A classifier without
+    BatchNorm has the weights and biases of its other normalisation layers moved.
+    """
+
+    name = "tent"
+    Config = TentConfig
+    presets: ClassVar = {
+        "cifar": TentConfig(),
+        "cifar-online": TentConfig(answer="after"),
+        "imagenet": TentConfig(batch_size=64, lr=2.5e-4),
+        "imagenet-online": TentConfig(batch_size=64, lr=2.5e-4, answer="after"),
+        "original": TentConfig(batch_size=200, optimizer="adam"),
+    }
+
+    def moving(self) -> list[nn.Parameter]:
+        layers = batchnorm_layers(self.classifier.backbone)
+        affine = [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+        return affine or norm_parameters(self.classifier.backbone)
+
+    def prepare(self, source: Any) -> None:
+        super().prepare(source)
+        if self.config.normalisation == "batch":
+            for layer in self.normaliser.layers:
+                layer.track_running_stats = False
+                layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        return losses.entropy(logits).mean()

@@ -1,0 +1,102 @@
+"""What the BatchNorm layers of a classifier normalise with while it adapts: the batch, the source, or a blend."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Normalisation = Literal["batch", "source", "blend"]
+NORMALISATIONS = ("batch", "source", "blend")
+NORM_LAYERS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def batchnorm_layers(module: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+
+def norm_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Weight and bias of every normalisation layer."""
+    layers = [layer for layer in module.modules() if isinstance(layer, NORM_LAYERS)]
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+class Normaliser:
+    """Switches a classifier between adapting and evaluating, whatever train() or eval() the caller says.
+
+    `batch`: normalise with the batch and let the running statistics follow it (the paper). `source`: statistics stay as
+    trained. `blend`: (1 - w)·source + w·batch, with a fixed weight w, or w = n / (prior + n) for a batch of n images;
+    the running statistics follow the blend. Evaluating always uses the running statistics. Only BatchNorm is ever in
+    training mode: dropout stays off.
+    """
+
+    def __init__(
+        self, classifier: nn.Module, kind: Normalisation, weight: float = 0.5, prior: float | None = None
+    ) -> None:
+        self.kind = kind
+        self.weight = weight
+        self.prior = prior
+        self.layers = batchnorm_layers(classifier)
+        self._classifier = classifier
+        self.blending = False  # read by the layers' hooks
+        self.updating = True
+        if kind != "batch" and any(layer.running_mean is None for layer in self.layers):
+            raise ValueError(f"normalisation={kind!r} needs source statistics, but a BatchNorm layer tracks none")
+        if kind == "blend":
+            for layer in self.layers:
+                layer.register_forward_pre_hook(_Blend(self, layer))
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether the answer for an image depends on the images beside it."""
+        return self.kind != "source" and bool(self.layers)
+
+    def adapting(self, update: bool = True) -> None:
+        """The next pass normalises as `kind` says; running statistics follow it, unless `update` is off."""
+        self._classifier.eval()
+        self.blending = self.kind == "blend"
+        self.updating = update
+        if self.kind == "batch":
+            for layer in self.layers:
+                layer.training = True
+                layer.track_running_stats = update and layer.running_mean is not None
+
+    def evaluating(self) -> None:
+        """The next pass normalises with the running statistics."""
+        self._classifier.eval()
+        self.blending = False
+
+    def blend_weight(self, batch: int) -> float:
+        return self.weight if self.prior is None else batch / (self.prior + batch)
+
+
+class _Blend:
+    """Rescales a layer's input so that the layer, with its running statistics, normalises it with the blend instead.
+
+    A hook, not a layer of our own: libraries have BatchNorm layers that also apply the activation.
+    """
+
+    def __init__(self, normaliser: Normaliser, layer: _BatchNorm) -> None:
+        assert layer.running_mean is not None and layer.running_var is not None
+        self.normaliser = normaliser
+        self.source_mean = layer.running_mean.clone()
+        self.source_var = layer.running_var.clone()
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not self.normaliser.blending:
+            return None
+        assert isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None
+        activations = args[0]  # (B, C, ...)
+        var, mean = torch.var_mean(activations, [0, *range(2, activations.dim())], correction=0)  # (C,)
+        weight = self.normaliser.blend_weight(len(activations))
+        mean = torch.lerp(self.source_mean.to(mean), mean, weight)
+        var = torch.lerp(self.source_var.to(var), var, weight)
+        if self.normaliser.updating:
+            with torch.no_grad():
+                layer.running_mean.lerp_(mean, layer.momentum or 0.1)
+                layer.running_var.lerp_(var, layer.momentum or 0.1)
+        running_mean, running_var = layer.running_mean.clone(), layer.running_var.clone()
+        shape = (1, -1, *([1] * (activations.dim() - 2)))
+        scale = ((running_var + layer.eps) / (var + layer.eps)).sqrt()
+        blended = (activations - mean.view(shape)) * scale.view(shape) + running_mean.view(shape)
+        return (blended, *args[1:])

@@ -1,0 +1,121 @@
+"""Soft histograms of the source features and logits: what FR takes to the target domain."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cafe_tta import losses, storage
+from cafe_tta.classifier import SplitClassifier, evaluating
+from cafe_tta.stats import check_belongs_to, classifier_meta, images_of, require_classifier
+
+FORMAT_VERSION = 1
+TEMPERATURES = (0.01, 0.05)  # τ of the paper, offline and online (Appendix A.2)
+
+
+@dataclass(frozen=True)
+class UnitHistograms:
+    """Histograms of the units of one layer. A unit that never varied (range 0) is left out of the loss."""
+
+    low: Tensor  # (U,)
+    high: Tensor  # (U,)
+    counts: Mapping[float, Tensor]  # temperature -> (U, J) soft counts
+
+    def edges(self, num_bins: int) -> Tensor:
+        """Edges of equal inner bins, in units of the range. (U, num_bins + 1)"""
+        steps = torch.linspace(0, 1, num_bins + 1, dtype=self.low.dtype)
+        return self.low[:, None] / self.scale[:, None] + steps
+
+    @property
+    def live(self) -> Tensor:
+        return self.high > self.low  # (U,)
+
+    @property
+    def scale(self) -> Tensor:
+        return torch.where(self.live, self.high - self.low, torch.ones_like(self.low))
+
+
+@dataclass(frozen=True)
+class SourceHistograms:
+    """Histograms of every feature and every logit over the source images."""
+
+    features: UnitHistograms
+    logits: UnitHistograms
+    num_bins: int = 8
+    count: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def fit(
+        classifier: SplitClassifier,
+        loader: Iterable[Any],
+        num_bins: int = 8,
+        temperatures: Sequence[float] = TEMPERATURES,
+    ) -> "SourceHistograms":
+        """Two passes over the source images, in evaluation mode: ranges first, then soft counts."""
+        require_classifier(classifier)
+        if iter(loader) is loader:
+            raise TypeError(
+                "expected a loader that can be gone through twice, but got an iterator; pass a list or a DataLoader"
+            )
+        if num_bins < 1 or not temperatures or min(temperatures) <= 0:
+            raise ValueError(f"expected bins and temperatures above 0, but got {num_bins} and {list(temperatures)}")
+        ranges: list[tuple[Tensor, Tensor]] = []
+        count = 0
+        for values in _passes(classifier, loader):
+            found = [(v.amin(0), v.amax(0)) for v in values]
+            ranges = (
+                [(torch.minimum(a, c), torch.maximum(b, d)) for (a, b), (c, d) in zip(ranges, found, strict=True)]
+                if ranges
+                else found
+            )
+            count += len(values[0])
+        if not count:
+            raise ValueError("expected at least one source image, but the loader was empty")
+        layers = [UnitHistograms(low, high, {}) for low, high in ranges]
+        counts: list[dict[float, Tensor]] = [{}, {}]
+        for values in _passes(classifier, loader):
+            for layer, sums, v in zip(layers, counts, values, strict=True):
+                for temperature in temperatures:
+                    soft = losses.soft_histogram(v / layer.scale, layer.edges(num_bins), temperature)
+                    sums[temperature] = sums[temperature] + soft if temperature in sums else soft
+        features, logits = (
+            UnitHistograms(layer.low, layer.high, sums) for layer, sums in zip(layers, counts, strict=True)
+        )
+        return SourceHistograms(features, logits, num_bins, count, classifier_meta(classifier))
+
+    def check_belongs_to(self, classifier: SplitClassifier) -> None:
+        """Refuses a classifier other than the one whose features these are, and says what differs."""
+        check_belongs_to("source histograms", len(self.features.low), self.meta, classifier)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the histograms to a safetensors file and returns its size in bytes."""
+        tensors: dict[str, Tensor] = {}
+        for name, layer in (("features", self.features), ("logits", self.logits)):
+            tensors |= {f"{name}.low": layer.low, f"{name}.high": layer.high}
+            tensors |= {f"{name}.counts.{temperature}": counts for temperature, counts in layer.counts.items()}
+        meta = {"num_bins": self.num_bins, "count": self.count, "classifier": dict(self.meta)}
+        return storage.write(path, "source-histograms", FORMAT_VERSION, tensors, meta)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "SourceHistograms":
+        tensors, meta = storage.read(path, "source-histograms", FORMAT_VERSION)
+
+        def layer(name: str) -> UnitHistograms:
+            start = f"{name}.counts."
+            counts = {float(key.removeprefix(start)): t for key, t in tensors.items() if key.startswith(start)}
+            return UnitHistograms(tensors[f"{name}.low"], tensors[f"{name}.high"], counts)
+
+        return SourceHistograms(layer("features"), layer("logits"), meta["num_bins"], meta["count"], meta["classifier"])
+
+
+def _passes(classifier: SplitClassifier, loader: Iterable[Any]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Features and logits of every batch, in float64 on the CPU."""
+    place = next(classifier.parameters())
+    with torch.no_grad(), evaluating(classifier):
+        for batch in loader:
+            features, logits = classifier.features_and_logits(images_of(batch).to(place))
+            yield features.cpu().double(), logits.cpu().double()

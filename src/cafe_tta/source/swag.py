@@ -1,0 +1,151 @@
+"""SWAG with a diagonal covariance: the posterior over weights that BACS takes to the target domain.
+
+Maddox et al., A simple baseline for Bayesian uncertainty in deep learning, NeurIPS 2019. https://arxiv.org/abs/1902.02476
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cafe_tta import storage
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.normalisation import batchnorm_layers
+from cafe_tta.stats import images_of
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PosteriorMember:
+    """Mean and variance of every parameter, and the BatchNorm statistics that belong to the mean."""
+
+    mean: Mapping[str, Tensor]
+    variance: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+    def put_into(self, classifier: SplitClassifier) -> None:
+        """Sets the classifier to the mean of the posterior."""
+        with torch.no_grad():
+            for name, parameter in classifier.named_parameters():
+                parameter.copy_(self.mean[name])
+            for name, buffer in classifier.named_buffers():
+                buffer.copy_(self.buffers[name])
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """One posterior for each member of an ensemble: each from a training run of its own."""
+
+    members: tuple[PosteriorMember, ...]
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise ValueError("expected a posterior of at least one member, but got none")
+        object.__setattr__(self, "members", tuple(self.members))
+
+    @staticmethod
+    def join(*posteriors: "Posterior") -> "Posterior":
+        """An ensemble of several posteriors."""
+        return Posterior(tuple(member for posterior in posteriors for member in posterior.members))
+
+    def check_belongs_to(self, classifier: SplitClassifier) -> None:
+        """Refuses a classifier with other parameters than the posterior's, and says what differs."""
+        expected = {name: tuple(p.shape) for name, p in classifier.named_parameters()}
+        for number, member in enumerate(self.members):
+            found = {name: tuple(mean.shape) for name, mean in member.mean.items()}
+            names = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+            if names:
+                raise ValueError(
+                    f"member {number} of the posterior does not belong to this classifier: `{names[0]}` has shape "
+                    f"{found.get(names[0], 'none')} there, {expected.get(names[0], 'none')} here"
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the posterior to a safetensors file and returns its size in bytes."""
+        tensors = {
+            f"{number}.{part}.{name}": tensor
+            for number, member in enumerate(self.members)
+            for part in ("mean", "variance", "buffers")
+            for name, tensor in getattr(member, part).items()
+        }
+        return storage.write(path, "posterior", FORMAT_VERSION, tensors, {"members": len(self.members)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Posterior":
+        tensors, meta = storage.read(path, "posterior", FORMAT_VERSION)
+        parts: list[dict[str, dict[str, Tensor]]] = [
+            {"mean": {}, "variance": {}, "buffers": {}} for _ in range(meta["members"])
+        ]
+        for key, tensor in tensors.items():
+            number, part, name = key.split(".", 2)
+            parts[int(number)][part][name] = tensor
+        return Posterior(tuple(PosteriorMember(**part) for part in parts))
+
+
+class SwagCollector:
+    """Running first and second moments of the parameters, collected while training, in float64."""
+
+    def __init__(self, classifier: SplitClassifier) -> None:
+        self.count = 0
+        self.mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in classifier.named_parameters()}
+        self.square = {name: torch.zeros_like(mean) for name, mean in self.mean.items()}
+
+    def collect(self, classifier: SplitClassifier) -> None:
+        """Adds the classifier's parameters as they are now."""
+        self.count += 1
+        with torch.no_grad():
+            for name, parameter in classifier.named_parameters():
+                self.mean[name].lerp_(parameter.double(), 1 / self.count)
+                self.square[name].lerp_(parameter.double().square(), 1 / self.count)
+
+    def posterior(self, classifier: SplitClassifier, loader: Iterable[Any]) -> Posterior:
+        """The posterior. Sets the classifier to its mean, with BatchNorm statistics recomputed on the source images."""
+        if self.count < 2:
+            raise RuntimeError(f"a SWAG posterior needs at least 2 collections of the parameters, but has {self.count}")
+        with torch.no_grad():
+            for name, parameter in classifier.named_parameters():
+                parameter.copy_(self.mean[name])
+        recompute_batchnorm(classifier, loader)
+        means = {name: parameter.detach().clone() for name, parameter in classifier.named_parameters()}
+        variances = {n: (self.square[n] - m.square()).clamp(min=0).to(means[n].dtype) for n, m in self.mean.items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in classifier.named_buffers()}
+        return Posterior((PosteriorMember(means, variances, buffers),))
+
+    def state(self) -> dict[str, Tensor]:
+        moments = {"mean": self.mean, "square": self.square}
+        tensors = {f"{part}.{name}": tensor for part, values in moments.items() for name, tensor in values.items()}
+        return tensors | {"count": torch.tensor(self.count)}
+
+    def set_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self.count = int(tensors["count"])
+        for name in self.mean:
+            self.mean[name] = tensors[f"mean.{name}"].clone()
+            self.square[name] = tensors[f"square.{name}"].clone()
+
+
+def recompute_batchnorm(module: nn.Module, loader: Iterable[Any]) -> None:
+    """Running statistics of every BatchNorm layer, averaged over the loader's batches: averaged weights need it."""
+    layers = batchnorm_layers(module)
+    if not layers:
+        return
+    momenta = [layer.momentum for layer in layers]
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a plain average over the batches
+        layer.training = True
+    place = next(module.parameters())
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                module(images_of(batch).to(place))
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+        for child, mode in modes.items():
+            child.training = mode

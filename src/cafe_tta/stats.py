@@ -1,0 +1,280 @@
+"""What is known of the source domain at test time: mean and covariance of its features (Eq. 1), in groups."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cafe_tta import storage
+from cafe_tta.classifier import SplitClassifier, evaluating
+from cafe_tta.groups import dead_dims, group_features
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FeatureStats:
+    """Mean and covariance of the features of a data set, exact and mergeable. Stays at the training site.
+
+    >>> a = FeatureStats.from_features(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+    >>> a.mean.tolist(), a.cov.tolist(), a.count
+    ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]], 2)
+    """
+
+    mean: Tensor  # (D,) float64
+    cov: Tensor  # (D, D) float64, divided by N as in Eq. 1
+    count: int
+    meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights
+
+    def __post_init__(self) -> None:
+        _check_moments(self.mean, self.cov)
+        if self.count < 1:
+            raise ValueError(f"expected `count` to be at least 1, but got {self.count}")
+        object.__setattr__(self, "mean", self.mean.detach().double())
+        object.__setattr__(self, "cov", self.cov.detach().double())
+
+    @staticmethod
+    def from_features(features: Tensor, meta: Mapping[str, Any] | None = None) -> "FeatureStats":
+        """Mean and covariance of features that are already in memory."""
+        accumulator = _Accumulator()
+        accumulator.add(features)
+        return accumulator.stats(meta or {})
+
+    @staticmethod
+    def fit(classifier: SplitClassifier, loader: Iterable[Any]) -> "FeatureStats":
+        """One streaming pass over source images (tensors, or tuples that begin with one), in evaluation mode.
+
+        Memory is O(D²), however many images there are, and the classifier is left as it was.
+        """
+        require_classifier(classifier)
+        accumulator = _Accumulator()
+        place = next(classifier.parameters())
+        with torch.no_grad(), evaluating(classifier):
+            for number, batch in enumerate(loader):
+                images = images_of(batch).to(place)
+                features = classifier.backbone(images)  # (B, D)
+                if not torch.isfinite(features).all():
+                    raise ValueError(
+                        f"batch {number} of the source images gives features that are NaN or infinite; "
+                        "look for damaged images or weights"
+                    )
+                accumulator.add(features)
+        if accumulator.count == 0:
+            raise ValueError("expected at least one source image, but the loader was empty")
+        return accumulator.stats(classifier_meta(classifier))
+
+    @staticmethod
+    def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
+        """Statistics of the data sets taken together: exact, so that shards may be computed on many machines."""
+        merged = first
+        for other in others:
+            if other.mean.shape != merged.mean.shape:
+                raise ValueError(f"expected shards of {len(merged.mean)} features, but got one of {len(other.mean)}")
+            if difference := describe_difference(merged.meta, other.meta):
+                raise ValueError(f"the shards do not belong to the same classifier: {difference}")
+            count = merged.count + other.count
+            share = other.count / count
+            delta = other.mean - merged.mean  # (D,)
+            cov = (1 - share) * merged.cov + share * other.cov + share * (1 - share) * torch.outer(delta, delta)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta)
+        return merged
+
+    def group(
+        self, num_groups: int = 128, seed: int = 0, max_group_size: int | None = 128, keep_full: bool = False
+    ) -> "SourceStats":
+        """Groups correlated dimensions (spectral clustering) and keeps only the groups' own blocks of the covariance.
+
+        A group wider than `max_group_size` is split by further clustering, because a batch must hold more images than a
+        group has dimensions; the default is half of the paper's batch of 256, None is no limit, as in the paper.
+        Dead dimensions (no variance) have no correlation and are left out of every group.
+        `keep_full` also stores the whole covariance, which the Fréchet distance needs.
+        """
+        groups = group_features(self.cov, num_groups, seed=seed, max_group_size=max_group_size)
+        meta = {
+            **self.meta,
+            "count": self.count,
+            "num_groups": num_groups,
+            "seed": seed,
+            "max_group_size": max_group_size,
+            "dead_dims": int(dead_dims(self.cov).sum()),
+        }
+        covs = tuple(self.cov[dims][:, dims] for dims in groups)
+        return SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the statistics to a safetensors file and returns its size in bytes."""
+        meta = {**self.meta, "count": self.count}
+        return storage.write(path, "feature-stats", FORMAT_VERSION, {"mean": self.mean, "cov": self.cov}, meta)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "FeatureStats":
+        tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
+        count = meta.pop("count")
+        return FeatureStats(tensors["mean"], tensors["cov"], count, meta)
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """Mean, groups and the groups' covariances of the source features: the only thing that leaves the training site."""
+
+    mean: Tensor  # (D,)
+    groups: Sequence[Tensor]  # K index tensors, (d,) each
+    covs: Sequence[Tensor]  # K blocks, (d, d) each
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    full_cov: Tensor | None = None  # (D, D), only when asked for
+
+    def __post_init__(self) -> None:
+        if self.mean.dim() != 1 or not torch.isfinite(self.mean).all():
+            raise ValueError(f"expected a finite mean of shape (D,), but got shape {tuple(self.mean.shape)}")
+        if len(self.groups) != len(self.covs) or not len(self.groups):
+            raise ValueError(
+                f"expected one covariance a group, but got {len(self.groups)} groups, {len(self.covs)} covs"
+            )
+        groups = tuple(torch.as_tensor(dims, dtype=torch.long) for dims in self.groups)
+        every = torch.cat(groups)
+        if len(every.unique()) != len(every) or every.min() < 0 or every.max() >= len(self.mean):
+            raise ValueError(f"expected every dimension of 0..{len(self.mean) - 1} in at most one group")
+        for number, (dims, cov) in enumerate(zip(groups, self.covs, strict=True)):
+            if cov.shape != (len(dims), len(dims)) or not torch.isfinite(cov).all():
+                raise ValueError(
+                    f"expected a finite covariance of shape {(len(dims),) * 2} for group {number}, "
+                    f"but got shape {tuple(cov.shape)}"
+                )
+        if self.full_cov is not None:
+            _check_moments(self.mean, self.full_cov)
+        object.__setattr__(self, "mean", self.mean.detach())
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "covs", tuple(cov.detach() for cov in self.covs))
+        object.__setattr__(self, "meta", dict(self.meta or {}))
+
+    @property
+    def widest_group(self) -> int:
+        return max(len(dims) for dims in self.groups)
+
+    def dimwise(self) -> "SourceStats":
+        """The same statistics with every live dimension as a group of its own: no correlations."""
+        pairs = sorted(
+            (int(dim), cov[i, i])
+            for dims, cov in zip(self.groups, self.covs, strict=True)
+            for i, dim in enumerate(dims)
+        )
+        groups = tuple(torch.tensor([dim]) for dim, _ in pairs)
+        return replace(self, groups=groups, covs=tuple(variance.reshape(1, 1) for _, variance in pairs))
+
+    def check_belongs_to(self, classifier: SplitClassifier) -> None:
+        """Refuses a classifier other than the one whose features these are, and says what differs."""
+        check_belongs_to("source statistics", len(self.mean), self.meta, classifier)
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._tensors().values())
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the statistics to a safetensors file and returns its size in bytes."""
+        return storage.write(path, "source-stats", FORMAT_VERSION, self._tensors(), dict(self.meta))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "SourceStats":
+        tensors, meta = storage.read(path, "source-stats", FORMAT_VERSION)
+        groups = tensors["dims"].split(tensors["sizes"].tolist())
+        blocks = tensors["covs"].split([len(dims) ** 2 for dims in groups])
+        covs = tuple(block.reshape(len(dims), len(dims)) for dims, block in zip(groups, blocks, strict=True))
+        return SourceStats(tensors["mean"], groups, covs, meta, full_cov=tensors.get("full_cov"))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        # One long vector for all the groups: hundreds of named tensors would cost more in names than in numbers.
+        tensors = {
+            "mean": self.mean,
+            "sizes": torch.tensor([len(dims) for dims in self.groups]),
+            "dims": torch.cat(list(self.groups)),
+            "covs": torch.cat([cov.reshape(-1) for cov in self.covs]),
+        }
+        if self.full_cov is not None:
+            tensors["full_cov"] = self.full_cov
+        return tensors
+
+
+def images_of(batch: Any) -> Tensor:
+    """The images of a loader's batch: the batch itself, or the first of a tuple such as (images, labels)."""
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(images, Tensor):
+        raise TypeError(f"expected batches of tensors or of (images, labels), but got {type(images).__name__}")
+    if not images.is_floating_point():
+        raise TypeError(
+            f"expected floating-point images, normalised as in training, but got {images.dtype}; "
+            "divide by 255 and normalise first"
+        )
+    return images
+
+
+def classifier_meta(classifier: SplitClassifier) -> dict[str, Any]:
+    """What says later whether a file belongs to a classifier."""
+    return {"feature_layer": classifier.feature_layer, "weights": classifier.fingerprint()}
+
+
+def check_belongs_to(what: str, num_features: int, meta: Mapping[str, Any], classifier: SplitClassifier) -> None:
+    """Refuses a classifier that `meta` was not made with, and says what differs."""
+    require_classifier(classifier)
+    if num_features != classifier.num_features:
+        raise ValueError(
+            f"the {what} have {num_features} features, but the classifier's `{classifier.feature_layer}` receives "
+            f"{classifier.num_features}; make them with this classifier"
+        )
+    if difference := describe_difference(meta, classifier_meta(classifier)) if meta.get("weights") else "":
+        raise ValueError(f"the {what} do not belong to this classifier: {difference}; make them with this classifier")
+
+
+def describe_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """What differs between two descriptions of a classifier, in words; empty where nothing does."""
+    if ours.get("feature_layer") != theirs.get("feature_layer"):
+        return f"feature layer `{ours.get('feature_layer')}` there, `{theirs.get('feature_layer')}` here"
+    a, b = ours.get("weights") or {}, theirs.get("weights") or {}
+    names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    if not names:
+        return ""
+    return f"{len(names)} of {len(a.keys() | b.keys())} tensors differ, the first is `{names[0]}`"
+
+
+def require_classifier(classifier: object) -> None:
+    if not isinstance(classifier, SplitClassifier):
+        raise TypeError(
+            f"expected a SplitClassifier, but got {type(classifier).__name__}; "
+            "make one with cafe_tta.split_classifier(model)"
+        )
+
+
+def _check_moments(mean: Tensor, cov: Tensor) -> None:
+    if mean.dim() != 1 or cov.shape != (len(mean), len(mean)):
+        raise ValueError(f"expected shapes (D,) and (D, D), but got {tuple(mean.shape)} and {tuple(cov.shape)}")
+    if not (torch.isfinite(mean).all() and torch.isfinite(cov).all()):
+        raise ValueError("expected a finite mean and covariance, but got NaN or infinite values")
+
+
+class _Accumulator:
+    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, features: Tensor) -> None:
+        if features.dim() != 2:
+            raise ValueError(f"expected features of shape (batch, D), but got {tuple(features.shape)}")
+        if not len(features):
+            return
+        values = features.detach().to("cpu", torch.float64)
+        if self.count == 0:
+            self.shift = values.mean(0)  # (D,)
+            self.sum = torch.zeros_like(self.shift)
+            self.outer = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
+        values = values - self.shift
+        self.count += len(values)
+        self.sum += values.sum(0)
+        self.outer.addmm_(values.T, values)
+
+    def stats(self, meta: Mapping[str, Any]) -> FeatureStats:
+        offset = self.sum / self.count
+        cov = self.outer / self.count - torch.outer(offset, offset)
+        cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
+        return FeatureStats(self.shift + offset, (cov + cov.T) / 2, self.count, meta)

@@ -1,0 +1,119 @@
+"""Values on disk: safetensors files with a kind, a version and a checksum, written atomically.
+
+safetensors cannot execute code and notices a truncated file, but not a flipped bit: so every file also holds a
+SHA-256 of its own content.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+
+class StorageError(ValueError):
+    """A file cannot be used: it is missing, damaged, of another kind or of another version."""
+
+
+def write(path: str | os.PathLike[str], kind: str, version: int, tensors: Mapping[str, Tensor], meta: Any) -> int:
+    """Writes tensors and JSON metadata to `path` all at once, and returns the size in bytes.
+
+    A crash at any moment leaves either the old file or the new one, never a half of each.
+    """
+    path = Path(path)
+    # safetensors refuses tensors that share memory or have gaps: every tensor gets memory of its own.
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(meta, sort_keys=True)
+    header = {"kind": kind, "version": str(version), "meta": text, "sha256": _checksum(plain, kind, version, text)}
+    content = safetensors.torch.save(plain, metadata=header)
+    write_bytes(path, content)
+    return len(content)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replaces the file at `path` by `content` atomically, and waits until it is on disk."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files; these are ordinary ones
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name must survive a power cut too
+    finally:
+        os.close(folder)
+
+
+def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[str, Tensor], Any]:
+    """Tensors and metadata of a file that `write` made, or an error that says why it cannot be used."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}; expected {_article(kind)} file")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except safetensors.SafetensorError as error:
+        raise StorageError(f"{path} is not a whole safetensors file ({error}); restore or make it again") from error
+    if header.get("kind") != kind:
+        found = repr(header["kind"]) if "kind" in header else "no kind at all (a file of plain weights?)"
+        raise StorageError(f"{path}: expected {_article(kind)} file, but it holds {found}")
+    if header.get("version") != str(version):
+        raise StorageError(
+            f"{path}: {kind} format version {header.get('version')}, but this release reads version {version}; "
+            "make the file again with this release"
+        )
+    if header.get("sha256") != _checksum(tensors, kind, version, header.get("meta", "")):
+        raise StorageError(f"{path} is damaged: its content does not match its checksum; restore or make it again")
+    return tensors, json.loads(header["meta"])
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """A short hash of a tensor's shape and values, the same for every device and floating-point width."""
+    values = tensor.detach().cpu()
+    if values.is_floating_point():
+        values = values.float()  # a classifier moved by .double() is still the same classifier
+    digest = hashlib.sha256(repr(tuple(values.shape)).encode())
+    digest.update(_bytes(values))
+    return digest.hexdigest()[:16]
+
+
+def _checksum(tensors: Mapping[str, Tensor], kind: str, version: int, text: str) -> str:
+    digest = hashlib.sha256(f"{kind}\0{version}\0{text}".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().reshape(-1)
+    array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(array)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
