@@ -258,12 +258,12 @@ class Adapter(nn.Module):
         config, counters = asdict(self.config), asdict(self.counters)
         return {"method": self.name, "config": config, "classifier": self._classifier_meta, "counters": counters}
 
-    def _keep(self) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    def _keep(self) -> Any:
         """What a pass may change before it is known to be good: statistics and own buffers; not the weights."""
         statistics = [(t, t.clone()) for t in self.changing().values() if not t.requires_grad]
         return statistics, self._own_buffers()
 
-    def _put_back(self, kept: tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]) -> None:
+    def _put_back(self, kept: Any) -> None:
         with torch.no_grad():
             for tensor, value in kept[0]:
                 tensor.copy_(value)
@@ -271,6 +271,12 @@ class Adapter(nn.Module):
             setattr(self, name, buffer)
 
     # Guards
+
+    def unusable(self, features: Tensor) -> str:
+        """Why nothing may be learnt from a pass; empty where all is well."""
+        if not torch.isfinite(features).all():
+            return "its features are NaN or infinite"
+        return "" if self.normaliser.statistics_are_finite() else "its BatchNorm statistics overflow"
 
     def _check(self, images: Any) -> None:
         """Refuses what is not a batch of finite images of the classifier's kind."""
@@ -358,8 +364,8 @@ class GradientAdapter(Adapter):
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
-        if not torch.isfinite(features).all():
-            return "its features are NaN or infinite"
+        if reason := self.unusable(features):
+            return reason
         if not torch.isfinite(loss):
             return f"its loss is {loss.item()}"
         loss.backward()

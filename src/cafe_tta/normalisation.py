@@ -66,6 +66,13 @@ class Normaliser:
         self._classifier.eval()
         self.blending = False
 
+    def statistics_are_finite(self) -> bool:
+        """Whether the running statistics can be used: huge activations may be normalised well, and overflow here."""
+        statistics = [s for layer in self.layers for s in (layer.running_mean, layer.running_var) if s is not None]
+        if not statistics:
+            return True
+        return bool(torch.isfinite(torch.stack(torch._foreach_norm(statistics, float("inf")))).all())
+
     def blend_weight(self, batch: int) -> float:
         return self.weight if self.prior is None else batch / (self.prior + batch)
 

@@ -63,6 +63,6 @@ class AdaBN(Adapter):
                 return self.predict(images), Report(size, stepped=False, reason=reason)
             self.normaliser.adapting()
             features, logits = self.run(images)
-            if not torch.isfinite(features).all():
-                return logits, Report(size, stepped=False, refused=True, reason="its features are NaN or infinite")
+            if reason := self.unusable(features):
+                return logits, Report(size, stepped=False, refused=True, reason=reason)
             return logits, Report(size, stepped=True)

@@ -114,21 +114,32 @@ class DANN(GradientAdapter):
         )
         self._start_source(int(tensors["source_batches"]))
 
+    def _keep(self) -> Any:
+        return super()._keep(), self._taken
+
+    def _put_back(self, kept: Any) -> None:
+        super()._put_back(kept[0])
+        if self._taken > kept[1]:  # the source batch of a step that was not taken serves the next one
+            self._taken, self._again = kept[1], True
+
     def _start_source(self, taken: int) -> None:
         """Begins the source loader anew and passes over the batches already taken: exact if its order is fixed."""
         self._batches: Iterator[Any] = iter(())
         self._taken = 0
+        self._last: Any = None
+        self._again = False
         for _ in range(taken):
             self._next_source()
 
     def _next_source(self) -> tuple[Tensor, Tensor]:
-        batch = next(self._batches, None)
+        batch = self._last if self._again else next(self._batches, None)
         if batch is None:
             self._batches = iter(self._loader)
             batch = next(self._batches, None)
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise TypeError(f"dann needs a loader of (images, labels), but it gave {type(batch).__name__}")
         self._taken += 1
+        self._last, self._again = batch, False
         place = self.classifier.head.weight
         return images_of(batch).to(place), batch[1].to(place.device)
 

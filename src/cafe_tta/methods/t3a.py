@@ -41,10 +41,8 @@ class T3A(Adapter):
         with torch.no_grad():
             self.normaliser.evaluating()
             features, logits = self.run(images)
-            if not torch.isfinite(features).all():
-                return logits, Report(
-                    len(images), stepped=False, refused=True, reason="its features are NaN or infinite"
-                )
+            if reason := self.unusable(features):
+                return logits, Report(len(images), stepped=False, refused=True, reason=reason)
             new = self._judged(features)
             joined = [torch.cat(pair) for pair in zip((self.supports, self.labels, self.entropies), new, strict=True)]
             self._set_supports(*joined)
