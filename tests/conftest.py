@@ -74,6 +74,11 @@ def make_posterior(classifier: cafe.SplitClassifier, loader: list[tuple[torch.Te
 
 
 @pytest.fixture(scope="session")
+def make_network():
+    return small_network
+
+
+@pytest.fixture(scope="session")
 def source() -> SimpleNamespace:
     return make_source(small_network())
 
