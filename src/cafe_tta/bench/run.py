@@ -1,0 +1,108 @@
+"""One run: an adapter meets a stream. The only place where labels are compared with answers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cafe_tta.adapter import Adapter
+from cafe_tta.bench.stream import Stream
+from cafe_tta.gaussians import SourceGaussians
+from cafe_tta.losses import alignment
+from cafe_tta.metrics import frechet_distance
+from cafe_tta.stats import FeatureStats
+
+Mode = Literal["online", "offline"]
+EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a run."""
+
+    accuracy: float  # share of images answered right
+    by_domain: dict[str, float]
+    hits: Tensor  # (n,) bool, in the order of the stream
+    seconds: float  # of adapting and answering; making the images is not counted
+    images: int
+    steps: int
+    refused: int
+    frechet: float | None = None  # distance of the adapted features from the source's
+    alignment: float | None = None  # loss of the adapted features
+
+    @property
+    def milliseconds_per_image(self) -> float:
+        return 1000 * self.seconds / self.images
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the features of a run are compared with. Made once for a classifier."""
+
+    stats: FeatureStats
+    gaussians: SourceGaussians | None = None
+
+
+def run(
+    adapter: Adapter,
+    stream: Stream,
+    mode: Mode,
+    reference: Reference | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Resets the adapter, shows it the stream once, and compares its answers with the labels.
+
+    Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again in
+    evaluation mode. `advance` is told how many images were dealt with.
+    """
+    adapter.reset()
+    hits, seconds = [], 0.0
+    for batch in stream.batches(adapter.config.batch_size):
+        start = time.perf_counter()
+        logits = adapter(batch.images)
+        seconds += time.perf_counter() - start
+        hits.append(logits.argmax(1) == batch.labels)
+        advance(len(batch.images))
+    frechet = aligned = None
+    if mode == "offline" or reference is not None:
+        features = []
+        again = []
+        for batch in stream.batches(EVALUATION_BATCH):
+            start = time.perf_counter()
+            found, logits = adapter.features_and_logits(batch.images)
+            seconds += (time.perf_counter() - start) if mode == "offline" else 0.0
+            features.append(found)
+            again.append(logits.argmax(1) == batch.labels)
+            advance(len(batch.images))
+        hits = again if mode == "offline" else hits
+        if reference is not None:
+            frechet, aligned = _distances(torch.cat(features), reference)
+    right = torch.cat(hits)
+    return Outcome(
+        accuracy=right.double().mean().item(),
+        by_domain=_by_domain(right, stream),
+        hits=right,
+        seconds=seconds,
+        images=len(stream),
+        steps=adapter.counters.steps,
+        refused=adapter.counters.refused,
+        frechet=frechet,
+        alignment=aligned,
+    )
+
+
+def _by_domain(right: Tensor, stream: Stream) -> dict[str, float]:
+    domain_of = torch.from_numpy(stream.episode.domain_of)
+    present = [(number, domain) for number, domain in enumerate(stream.episode.domains) if (domain_of == number).any()]
+    return {str(domain): right[domain_of == number].double().mean().item() for number, domain in present}
+
+
+def _distances(features: Tensor, reference: Reference) -> tuple[float, float | None]:
+    target = FeatureStats.from_features(features)
+    source = reference.stats
+    frechet = frechet_distance(target.mean, target.cov, source.mean, source.cov)
+    aligned = None if reference.gaussians is None else alignment(features, reference.gaussians).item()
+    return frechet, aligned

@@ -1,0 +1,78 @@
+"""The images of an episode, corrupted, in batches, with what only the runner may know: labels and domains."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cafe_tta import corruptions
+from cafe_tta.bench.protocols import Episode
+from cafe_tta.data import ImageSet
+from cafe_tta.models import Preprocessing
+
+LARGEST_IN_MEMORY = 2**30  # bytes of corrupted images that are kept; larger episodes are made again on each pass
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    images: Tensor  # (B, 3, H, W), as the classifier wants them
+    labels: Tensor  # (B,)
+    domain_of: npt.NDArray[np.int64]  # (B,)
+
+
+class Stream:
+    """An episode over a data set. Gone through again, it gives the same images."""
+
+    def __init__(
+        self,
+        images: ImageSet,
+        episode: Episode,
+        preprocessing: Preprocessing,
+        corruption_preset: str = "cifar",
+        corruption_seed: int = 0,
+    ) -> None:
+        if images.labels is None:
+            raise ValueError(f"{images.name} has no labels: there is nothing to measure an accuracy with")
+        self.episode = episode
+        self._source = images
+        self._labels = torch.from_numpy(np.asarray(images.labels)[episode.images])
+        self._preprocessing = preprocessing
+        self._preset = corruption_preset
+        self._seed = corruption_seed
+        self._kept: npt.NDArray[np.uint8] | None = None
+
+    def __len__(self) -> int:
+        return len(self.episode)
+
+    def batches(self, batch_size: int) -> Iterator[StreamBatch]:
+        for start in range(0, len(self.episode), batch_size):
+            part = slice(start, start + batch_size)
+            images = self._preprocessing(self._corrupted(part))
+            yield StreamBatch(images, self._labels[part], self.episode.domain_of[part])
+
+    def _corrupted(self, part: slice) -> npt.NDArray[np.uint8]:
+        if self._kept is None:
+            first = self._source.images(self.episode.images[:1].tolist())
+            if first.nbytes * len(self.episode) > LARGEST_IN_MEMORY:
+                return self._corrupt(part)
+            self._kept = self._corrupt(slice(None))
+        return self._kept[part]
+
+    def _corrupt(self, part: slice) -> npt.NDArray[np.uint8]:
+        numbers, domain_of = self.episode.images[part], self.episode.domain_of[part]
+        result = self._source.images(numbers.tolist()).copy()
+        for number, domain in enumerate(self.episode.domains):
+            own = np.flatnonzero(domain_of == number)
+            if domain.severity and len(own):
+                result[own] = corruptions.corrupt(
+                    result[own],
+                    domain.corruption,
+                    severity=domain.severity,
+                    seed=self._seed,
+                    preset=self._preset,
+                    indices=numbers[own],
+                )
+        return result
