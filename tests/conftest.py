@@ -1,4 +1,4 @@
-"""A small network with everything that matters: convolutions, BatchNorm, dropout, a linear head; and its source data."""
+"""A small network with all that matters: convolutions, BatchNorm, dropout, a linear head; and its source data."""
 
 import copy
 from types import SimpleNamespace

@@ -49,7 +49,9 @@ def test_presets_are_the_papers(name, preset, expected):
 def test_typos_are_answered_with_suggestions(source):
     with pytest.raises(ValueError, match=r"unknown method 'cafee'; did you mean 'cafe'\?; choose from: source, adabn"):
         cafe.create("cafee", source.classifier)
-    with pytest.raises(ValueError, match=r"tent has no option 'moment'; did you mean 'momentum'\?; options: batch_size"):
+    with pytest.raises(
+        ValueError, match=r"tent has no option 'moment'; did you mean 'momentum'\?; options: batch_size"
+    ):
         cafe.create("tent", source.classifier, moment=0.9)
     with pytest.raises(ValueError, match="tent has no preset 'cifar10'; choose from: cifar, "):
         cafe.create("tent", source.classifier, preset="cifar10")
@@ -60,7 +62,11 @@ def test_typos_are_answered_with_suggestions(source):
     [
         ("tent", {"lr": -1}, "expected `lr` to be at least 0, but got -1"),
         ("tent", {"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
-        ("tent", {"answer": "later"}, "expected `answer` to be one of 'before', 'after', 'after-eval', but got 'later'"),
+        (
+            "tent",
+            {"answer": "later"},
+            "expected `answer` to be one of 'before', 'after', 'after-eval', but got 'later'",
+        ),
         ("cafe", {"normalisation": "none"}, "expected `normalisation` to be one of 'batch', 'source', 'blend'"),
         ("cafe", {"eigenvalue_floor": 0}, "expected `eigenvalue_floor` to be above 0, but got 0"),
         ("cafe", {"samples_per_dim": -1}, "expected `samples_per_dim` to be at least 0, but got -1"),
@@ -78,7 +84,9 @@ def test_impossible_options_are_refused(source, name, options, message):
 
 @pytest.mark.parametrize("name", [name for name, kind in cafe.METHODS.items() if kind.needs])
 def test_what_a_method_needs_is_asked_for(source, name):
-    with pytest.raises(ValueError, match=f"{name} needs {cafe.METHODS[name].needs} of the source domain, but got none; "):
+    with pytest.raises(
+        ValueError, match=f"{name} needs {cafe.METHODS[name].needs} of the source domain, but got none; "
+    ):
         cafe.create(name, source.classifier)
     with pytest.raises(TypeError, match="needs"):
         cafe.create(name, source.classifier, 3)

@@ -219,7 +219,9 @@ def test_moments_merge_exactly():
     gaussians = SourceGaussians(grouped(12, 3), 1e-3)
     features = correlated(70, 12, seed=14)
     whole = gaussians.moments(features)
-    parts = [merge(a, b) for a, b in zip(gaussians.moments(features[:26]), gaussians.moments(features[26:]), strict=True)]
+    parts = [
+        merge(a, b) for a, b in zip(gaussians.moments(features[:26]), gaussians.moments(features[26:]), strict=True)
+    ]
     for expected, found in zip(whole, parts, strict=True):
         for name in ("count", "mean", "cov"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-12)

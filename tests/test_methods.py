@@ -1,6 +1,6 @@
 """Every method against an independent, straightforward computation of the same steps on a small network.
 
-The reference below shares no code with the library: plain networks, plain torch operations, explicit loops, hand-written SGD.
+The reference shares no code with the library: plain networks, plain torch, explicit loops, hand-written SGD.
 """
 
 import copy
@@ -355,7 +355,9 @@ def test_fr(source, preset):
 
 
 def test_fr_leaves_linear_layers_alone(source):
-    network = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 8), nn.Linear(8, 4))
+    network = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 8), nn.Linear(8, 4)
+    )
     classifier = cafe.split_classifier(network)
     adapter = cafe.create("fr", classifier, cafe.SourceHistograms.fit(classifier, source.loader))
     adapter(source.corrupted)
@@ -371,7 +373,10 @@ def test_bacs(source):
     expected = []
     for number, member in enumerate(posterior.members):
         network = rebuilt(source.classifier)
-        names = [("backbone.model." + name) if int(name.split(".")[0]) < 9 else name.replace("9.", "head.") for name in network.state_dict()]
+        names = [
+            ("backbone.model." + name) if int(name.split(".")[0]) < 9 else name.replace("9.", "head.")
+            for name in network.state_dict()
+        ]
         with torch.no_grad():
             for name, tensor in zip(names, network.state_dict().values(), strict=True):
                 tensor.copy_(member.mean[name] if name in member.mean else member.buffers[name])
@@ -380,9 +385,7 @@ def test_bacs(source):
         variances = [member.variance[n] for n in names if n in member.mean]
 
         def loss(_, logits, parameters=parameters, means=means, variances=variances):
-            prior = sum(
-                ((p - m) ** 2 / (v + 1e-6)).sum() for p, m, v in zip(parameters, means, variances, strict=True)
-            )
+            prior = sum(((p - m) ** 2 / (v + 1e-6)).sum() for p, m, v in zip(parameters, means, variances, strict=True))
             return entropy_by_loop(logits) + 0.01 * prior / 2
 
         expected.append(reference_run(network, batches(source), loss, parameters, 1e-3, 0.8))
@@ -443,7 +446,10 @@ def test_dann(source):
         for layer in batchnorms(network):
             layer.train()
         features = network[:-1](images)
-        running = {layer: (layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()) for layer in batchnorms(network)}
+        running = {
+            layer: (layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone())
+            for layer in batchnorms(network)
+        }
         source_features = network[:-1](source_images)
         label_loss = F.nll_loss(network[-1](source_features).log_softmax(1), labels)
         guess = discriminator(torch.cat([source_features, features]))[:, 0]

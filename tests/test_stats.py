@@ -1,6 +1,7 @@
 """Source statistics: exact, streaming, mergeable, and refused where they do not belong."""
 
 import copy
+import itertools
 import os
 
 import numpy as np
@@ -30,7 +31,7 @@ def features_of(samples, dims, seed, offset=0.0):
 def test_streaming_merging_and_numpy_agree(samples, dims, cuts, offset):
     features = features_of(samples, dims, seed=samples, offset=offset).double()
     bounds = [0, *sorted(min(cut, samples) for cut in cuts), samples]
-    shards = [features[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    shards = [features[a:b] for a, b in itertools.pairwise(bounds) if b > a]
     merged = cafe.FeatureStats.merge(*map(cafe.FeatureStats.from_features, shards))
     whole = cafe.FeatureStats.from_features(features)
     expected = np.cov(features.numpy().T, bias=True).reshape(dims, dims)

@@ -1,8 +1,8 @@
 """torchvision, also where its compiled operators do not load.
 
-torchvision's wheel on PyPI is built against torch with CUDA. Beside a CPU build of torch its library of operators does not
-load, and `import torchvision` stops with "operator torchvision::nms does not exist", although its models, transforms and
-data sets are plain Python. The two operators that its import asks for are declared here, without an implementation:
+torchvision's wheel on PyPI is built against torch with CUDA. Beside a CPU build of torch its library of operators does
+not load, and `import torchvision` stops with "operator torchvision::nms does not exist", although its models and
+transforms are plain Python. The two operators that its import asks for are declared here, without an implementation:
 enough to import torchvision, and timm, which imports it. Detection models, which need them, still do not run.
 """
 

@@ -3,7 +3,7 @@
     for check in cafe_tta.checks.ALL:
         check(make_adapter, images)
 
-`make_adapter()` gives a fresh adapter of the same classifier each time; `images` is a batch of at least 8 that suits it.
+`make_adapter()` gives a fresh adapter of the same classifier each time; `images` is a batch of at least 8 for it.
 A check that fails raises AssertionError and says what was expected.
 """
 
@@ -147,7 +147,7 @@ def check_copies_are_independent(make_adapter: MakeAdapter, images: Tensor) -> N
 
 
 def check_bad_batches_change_nothing(make_adapter: MakeAdapter, images: Tensor) -> None:
-    """NaN, infinite, empty, of another kind or shape: a clear error, and the next good batch is answered as if nothing was."""
+    """NaN, infinite, empty, of another kind or shape: a clear error, and the next good batch notices nothing."""
     adapter, undisturbed = make_adapter(), make_adapter()
     adapter(images), undisturbed(images)
     before, counters = _snapshot(adapter), copy.copy(adapter.counters)
@@ -176,7 +176,7 @@ def check_bad_batches_change_nothing(make_adapter: MakeAdapter, images: Tensor) 
 
 
 def check_every_batch_size(make_adapter: MakeAdapter, images: Tensor) -> None:
-    """Batches of any size are answered, ragged ones in between too; a single image is answered, or refused with a reason."""
+    """Batches of any size are answered, ragged ones too; a single image is answered, or refused with a reason."""
     adapter = make_adapter()
     for size in (len(images), 3, 2, len(images), 5):
         logits = adapter(images[:size])
@@ -195,7 +195,9 @@ def check_constant_images(make_adapter: MakeAdapter, images: Tensor) -> None:
         for _ in range(3):
             adapter(torch.zeros_like(images))
     for name, tensor in adapter.state().items():
-        _expect(bool(torch.isfinite(tensor.double()).all()), f"black frames left `{name}` with values that are not finite")
+        _expect(
+            bool(torch.isfinite(tensor.double()).all()), f"black frames left `{name}` with values that are not finite"
+        )
     _expect(bool(torch.isfinite(adapter(images)).all()), "after black frames the answers are not finite")
 
 

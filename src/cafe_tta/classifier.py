@@ -134,7 +134,10 @@ def split_classifier(model: nn.Module, head: str | None = None) -> SplitClassifi
         head_layer = model.get_submodule(name)
         assert isinstance(head_layer, nn.Linear)
         model.set_submodule(name, _HeadPlace(head_layer))
-        return SplitClassifier(_Headless(model, name), head_layer, feature_layer=name)
+        classifier = SplitClassifier(_Headless(model, name), head_layer, feature_layer=name)
+        for module in (classifier, classifier.backbone, model.get_submodule(name)):
+            module.training = model.training  # the new modules are in the mode of the model they came from
+        return classifier
 
 
 def _linear_names(model: nn.Module) -> list[str]:

@@ -45,6 +45,6 @@ class _Block(nn.Module):
             convolution = nn.Conv2d(channels, out_channels, kernel_size=1, stride=stride, bias=False)
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
 
-    def forward(self, images: Tensor) -> Tensor:
-        hidden = self.relu(self.bn1(self.conv1(images)))
-        return self.relu(self.bn2(self.conv2(hidden)) + self.shortcut(images))
+    def forward(self, activations: Tensor) -> Tensor:
+        hidden = self.relu(self.bn1(self.conv1(activations)))
+        return self.relu(self.bn2(self.conv2(hidden)) + self.shortcut(activations))

@@ -9,6 +9,7 @@ for an image.
 import colorsys
 import io
 import math
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,7 @@ from PIL import Image
 from scipy import ndimage
 
 from cafe_tta.corruptions.parameters import IDS
-from cafe_tta.corruptions.randomness import Streams, random_below
+from cafe_tta.corruptions.randomness import Streams, random_below, random_signed
 
 Picture = npt.NDArray[np.uint8]
 Array = npt.NDArray[np.float64]
@@ -67,7 +68,7 @@ class Replay:
         return self.rng.standard_normal(shape, np.float32).astype(np.float64)
 
     def unit(self, shape: tuple[int, ...]) -> Array:
-        return self.rng.random(shape, np.float32).astype(np.float64)
+        return random_signed(self.rng, math.prod(shape)).reshape(shape).astype(np.float64) / 2 + 0.5
 
     def uniform(self, low: float, high: float, shape: tuple[int, ...]) -> Array:
         return self.rng.uniform(low, high, shape)
@@ -111,7 +112,7 @@ def speckle_noise(image: Picture, row: Row, draw: Draw) -> Picture:
 def smooth(values: Array, sigma: float) -> Array:
     """Gaussian blur over rows and columns, edges repeated."""
     sigmas = (sigma, sigma, 0)[: values.ndim]
-    return ndimage.gaussian_filter(values, sigmas, mode="nearest", truncate=4)
+    return np.asarray(ndimage.gaussian_filter(values, sigmas, mode="nearest", truncate=4))
 
 
 def defocus_blur(image: Picture, row: Row, draw: Draw) -> Picture:
@@ -156,7 +157,8 @@ def smear(values: Array, radius: float, sigma: float, angle: float) -> Array:
 
 
 def motion_blur(image: Picture, row: Row, draw: Draw) -> Picture:
-    return cut(smear(image / 255, *row, float(draw.uniform(-45, 45, (1,))[0])))
+    angle = float(draw.uniform(-45, 45, (1,))[0])
+    return cut(smear(image / 255, row[0], row[1], angle))
 
 
 def enlarge(values: Array, factor: float) -> Array:
@@ -166,7 +168,7 @@ def enlarge(values: Array, factor: float) -> Array:
     top, left = (height - rows) // 2, (width - columns) // 2
     zoomed = ndimage.zoom(values[top : top + rows, left : left + columns], (factor, factor, 1), order=1)
     top, left = (zoomed.shape[0] - height) // 2, (zoomed.shape[1] - width) // 2
-    return zoomed[top : top + height, left : left + width]
+    return np.asarray(zoomed[top : top + height, left : left + width])
 
 
 def zoom_blur(image: Picture, row: Row, draw: Draw) -> Picture:
@@ -200,6 +202,7 @@ def snow(image: Picture, row: Row, draw: Draw) -> Picture:
     return cut(x + flakes + flakes[::-1, ::-1])
 
 
+@lru_cache
 def frost_textures(rescale: float) -> list[Array]:
     """The published five, from the installed files (without the third, which equals the second)."""
     spec = find_spec("torch_uncertainty_assets")
@@ -207,7 +210,8 @@ def frost_textures(rescale: float) -> list[Array]:
     folder = Path(spec.submodule_search_locations[0]) / "frost"
     found = []
     for number in (1, 2, 2, 3, 4):
-        texture = np.asarray(Image.open(folder / f"frost{number}.jpg")).astype(np.float64)
+        with Image.open(folder / f"frost{number}.jpg") as file:
+            texture = np.asarray(file).astype(np.float64)
         if rescale != 1:
             sides = [round(side * rescale) for side in texture.shape[:2]]
             grids = [
@@ -230,6 +234,7 @@ def frost(image: Picture, row: Row, draw: Draw) -> Picture:
 
 def plasma(side: int, decay: float, draw: Draw) -> Array:
     """Diamond-square on a torus, point by point."""
+    noise = iter((2 * draw.unit((side * side - 1,)) - 1).tolist())
     grid = [[0.0] * side for _ in range(side)]
     step, wibble = side, 100.0
     while step >= 2:
@@ -240,7 +245,6 @@ def plasma(side: int, decay: float, draw: Draw) -> Array:
             (half, 0, ((0, -half), (0, half), (-half, 0), (half, 0))),
         ]
         for top, left, neighbours in families:
-            noise = (2 * wibble * wibble * draw.unit((points, points)) - wibble * wibble).tolist()
             for i in range(points):
                 y = top + i * step
                 for j in range(points):
@@ -248,10 +252,10 @@ def plasma(side: int, decay: float, draw: Draw) -> Array:
                     total = 0.0
                     for dy, dx in neighbours:
                         total += grid[(y + dy) % side][(x + dx) % side]
-                    grid[y][x] = total / 4 + noise[i][j]
+                    grid[y][x] = total / 4 + wibble * wibble * next(noise)
         step, wibble = half, wibble / decay
     heights = np.array(grid)
-    return (heights - heights.min()) / (heights.max() - heights.min())
+    return np.asarray((heights - heights.min()) / (heights.max() - heights.min()))
 
 
 def fog(image: Picture, row: Row, draw: Draw) -> Picture:
@@ -279,7 +283,7 @@ def brightness(image: Picture, row: Row, draw: Draw) -> Picture:
 
 
 def saturate(image: Picture, row: Row, draw: Draw) -> Picture:
-    return through_hsv(image, (1, *row))
+    return through_hsv(image, (1, row[0], row[1]))
 
 
 # Digital.
@@ -307,12 +311,8 @@ def elastic_transform(image: Picture, row: Row, draw: Draw) -> Picture:
     ]
     if alpha:
         fields = 2 * draw.unit((height, width, 2)) - 1
-        dx, dy = (
-            alpha * ndimage.gaussian_filter(fields[..., i], sigma, mode="reflect", truncate=3) for i in (0, 1)
-        )
-        planes = [
-            ndimage.map_coordinates(plane, (y + dy, x + dx), order=1, mode="reflect") for plane in planes
-        ]
+        dx, dy = (alpha * ndimage.gaussian_filter(fields[..., i], sigma, mode="reflect", truncate=3) for i in (0, 1))
+        planes = [ndimage.map_coordinates(plane, (y + dy, x + dx), order=1, mode="reflect") for plane in planes]
     return cut(np.stack(planes, axis=-1))
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cafe_tta.bench.demo import Demo, MethodResult
 
 # Okabe and Ito's palette.
-BLUE, ORANGE, GREY, GREEN = "#0072B2", "#D55E00", "#8C8C8C", "#009E73"
+BLUE, ORANGE, GREY, GREEN = "#0072B2", "#D55E00", "#7F7F7F", "#009E73"
 
 
 def draw_demo(demo: "Demo", results: "Sequence[MethodResult]", output: Path) -> list[Path]:
@@ -26,11 +26,13 @@ def draw_demo(demo: "Demo", results: "Sequence[MethodResult]", output: Path) -> 
     colours = [_colour(name) for name in names]
     accuracy = figure.add_subplot(grid[1, 0])
     means, spreads = [result.mean for result in results], [result.spread for result in results]
-    accuracy.barh(rows, means, xerr=spreads, color=colours, height=0.7, error_kw={"ecolor": "black", "capsize": 2})
-    for row, mean, spread in zip(rows, means, spreads, strict=True):
-        accuracy.text(mean + spread + 0.5, row, f"{mean:.1f}", va="center", fontsize=8)
+    for row, mean, spread, colour in zip(rows, means, spreads, colours, strict=True):
+        accuracy.errorbar(mean, row, xerr=spread, fmt="o", color=colour, capsize=3, markersize=6)
+        accuracy.text(mean, row + 0.24, f"{mean:.1f}", ha="center", fontsize=8)
     accuracy.set_yticks(rows, names)
-    accuracy.set_xlim(max(0, min(means) - 10), min(103, max(means) + 8))
+    accuracy.set_ylim(-0.6, len(results) - 0.3)
+    accuracy.grid(axis="x", color="0.9")
+    accuracy.set_axisbelow(True)
     accuracy.set_xlabel(f"accuracy on mixed corruptions, % (mean ± std of {len(results[0].outcomes)} seeds)")
     distance = figure.add_subplot(grid[1, 1], sharey=accuracy)
     frechet = [result.frechet for result in results]
@@ -54,7 +56,8 @@ def _draw_samples(axes: Any, demo: "Demo") -> None:
     tiles = [clean[0], *(corruptions.corrupt(clean, name, severity=5, seed=0)[0] for name in corruptions.NAMES)]
     gap = np.full((32, 2, 3), 255, dtype=np.uint8)
     axes.imshow(np.concatenate([part for tile in tiles for part in (tile, gap)][:-1], axis=1), interpolation="nearest")
-    axes.set_xticks([16 + 34 * i for i in range(len(tiles))], ["clean", *corruptions.NAMES], rotation=35, ha="right", fontsize=7)
+    places, names = [16 + 34 * i for i in range(len(tiles))], ["clean", *corruptions.NAMES]
+    axes.set_xticks(places, names, rotation=35, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

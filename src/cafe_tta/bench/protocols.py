@@ -1,8 +1,7 @@
-"""Protocols: how images and corruptions are dealt into episodes. They know nothing of methods; the adapter is reset
-before each episode.
+"""Protocols: how images and corruptions are dealt into episodes. The adapter is reset before each episode.
 
-The same seed deals the same images. A corrupted image itself is the same in every protocol and for every seed, as in the
-published data sets: the seed decides which image gets which corruption, and when it comes.
+The same seed deals the same images. A corrupted image itself is the same in every protocol and for every seed, as in
+the published data sets: the seed decides which image gets which corruption, and when it comes.
 """
 
 from collections.abc import Sequence

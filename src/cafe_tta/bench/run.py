@@ -55,8 +55,8 @@ def run(
 ) -> Outcome:
     """Resets the adapter, shows it the stream once, and compares its answers with the labels.
 
-    Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again in
-    evaluation mode. `advance` is told how many images were dealt with.
+    Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
+    in evaluation mode. `advance` is told how many images were dealt with.
     """
     adapter.reset()
     hits, seconds = [], 0.0

@@ -1,18 +1,18 @@
-"""The corruptions of ImageNet-C and CIFAR-10-C (Hendrycks and Dietterich, https://arxiv.org/abs/1903.12261), batched.
+"""The corruptions of ImageNet-C and CIFAR-10-C, batched (https://arxiv.org/abs/1903.12261).
 
-The results follow the published scripts, quirks included: truncation to uint8, glass blur that copies instead of
-swapping, elastic displacements scaled by 244. The published random numbers were never seeded, so random corruptions
-agree with the published sets in distribution, not image by image. The published ImageNet-C and Tiny-ImageNet-C files
-were saved once more as JPEG of quality 85; that pass is left to the caller.
+The results follow the published scripts, quirks included: truncation to uint8, glass blur that copies instead
+of swapping, elastic displacements scaled by 244. The published random numbers were never seeded, so random
+corruptions agree with the published sets in distribution, not image by image. The published ImageNet-C and
+Tiny-ImageNet-C files were saved once more as JPEG of quality 85; that pass is left to the caller.
 
-Images of other sizes than the published 32, 224 and 64 pixels, square or not, are taken as they are: lengths in pixels
-keep their published value, zoom and pixelate work on each axis by itself, the fog map grows to the next power of two
-that covers the image, and frost textures are enlarged just enough where they would not cover it.
+Images of other sizes than the published 32, 224 and 64 pixels, square or not, are taken as they are: lengths
+in pixels keep their published value, zoom and pixelate work on each axis by itself, the fog map grows to the
+next power of two that covers the image, and frost textures are enlarged just enough where they would not
+cover it.
 """
 
 from collections.abc import Collection
 from difflib import get_close_matches
-from operator import index as as_index
 from typing import Final
 
 import numpy as np
@@ -53,9 +53,9 @@ def corrupt(
 ) -> npt.NDArray[np.uint8]:
     """Corrupted copies of RGB images (N, H, W, 3), the same for an image whatever batch it comes in.
 
-    `indices` (N,) are the places of the images in their data set, by default 0 .. N - 1. Together with the seed, the
-    corruption and the severity they alone decide the random numbers, so that a loader may ask for image i by itself:
-    `corrupt(image[None], "fog", 5, indices=[i])[0]`.
+    `indices` (N,) are the places of the images in their data set, by default 0 .. N - 1. Together with the
+    seed, the corruption and the severity they alone decide the random numbers, so that a loader may ask for
+    image i by itself: `corrupt(image[None], "fog", 5, indices=[i])[0]`.
 
     >>> images = np.full((2, 32, 32, 3), 100, np.uint8)
     >>> corrupt(images, "brightness", severity=2)[0, 0, 0].tolist()
@@ -65,10 +65,10 @@ def corrupt(
         raise ValueError(_unknown("corruption", name, (*NAMES, *HELD_OUT)))
     if preset not in PARAMETERS:
         raise ValueError(_unknown("preset", preset, PRESETS))
-    if severity not in (1, 2, 3, 4, 5):
+    if not _is_whole(severity) or not 1 <= severity <= 5:
         raise ValueError(f"`severity` must be 1, 2, 3, 4 or 5, got {severity!r}")
-    if not 0 <= as_index(seed) < 2**64:
-        raise ValueError(f"`seed` must be from 0 to 2**64 - 1, got {seed}")
+    if not _is_whole(seed) or not 0 <= seed < 2**64:
+        raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}")
     _check_images(images)
     places = _check_indices(indices, len(images))
     if images.size == 0:
@@ -76,35 +76,36 @@ def corrupt(
 
     from . import dispatch  # here, not above: importing the package must not load OpenCV, Pillow and SciPy
 
-    severity = as_index(severity)
     parameters = PARAMETERS[preset][name][severity - 1]
     height, width = images.shape[1:3]
     needed = dispatch.smallest_side(name, parameters)
     if min(height, width) < needed:
         raise ValueError(
-            f"{name} at severity {severity} of preset {preset!r} needs images of at least {needed} x {needed} pixels, "
-            f"got {height} x {width}"
+            f"{name} at severity {severity} of preset {preset!r} needs images of at least "
+            f"{needed} x {needed} pixels, got {height} x {width}"
         )
-    return dispatch.run(images, name, severity, as_index(seed), parameters, places)
+    return dispatch.run(images, name, int(severity), int(seed), parameters, places)
 
 
 def frost_is_standard() -> bool:
     """Whether the published frost textures are installed.
 
-    They come with the package `torch-uncertainty-assets`. Without them a procedural texture stands in, and results with
-    frost have to be labelled non-standard.
+    They come with the package `torch-uncertainty-assets`. Without them a procedural texture stands in, and
+    results with frost have to be labelled non-standard.
     """
     from .textures import standard_folder
 
     return standard_folder() is not None
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _unknown(kind: str, name: object, known: Collection[str]) -> str:
     near = get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} Expected one of: {', '.join(known)}" if hint else (
-        f"unknown {kind} {name!r}; expected one of: {', '.join(known)}"
-    )
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}; {hint}Expected one of: {', '.join(known)}"
 
 
 def _check_images(images: object) -> None:
@@ -118,7 +119,9 @@ def _check_images(images: object) -> None:
     if images.ndim == 3:
         raise ValueError(f"`images` must have shape (N, H, W, 3), got {images.shape}; pass one image as image[None]")
     if images.ndim != 4 or images.shape[3] != 3:
-        hint = "; move the channels last with .transpose(0, 2, 3, 1)" if images.ndim == 4 and images.shape[1] == 3 else ""
+        hint = (
+            "; move the channels last with .transpose(0, 2, 3, 1)" if images.ndim == 4 and images.shape[1] == 3 else ""
+        )
         raise ValueError(f"`images` must have shape (N, H, W, 3), got {images.shape}{hint}")
     if images.shape[0] and 0 in images.shape:
         raise ValueError(f"`images` must have pixels, got shape {images.shape}")

@@ -5,20 +5,20 @@ from math import ceil
 
 import cv2
 import numpy as np
-import numpy.typing as npt
 from scipy import sparse
 
-from .pixels import Floats, Images, gaussian_smooth, truncate
+from .pixels import Doubles, Images, gaussian_smooth_all, truncate
 
 
 @lru_cache(maxsize=32)
-def disk_kernel(radius: float, alias_sigma: float) -> Floats:
+def disk_kernel(radius: float, alias_sigma: float) -> Doubles:
     """0/1 disk of the given radius, sum 1, smoothed by a small Gaussian."""
     reach = 8 if radius <= 8 else int(radius)
     squares = np.arange(-reach, reach + 1) ** 2
-    disk = (squares[:, None] + squares <= radius**2).astype(np.float32)
+    disk = (squares[:, None] + squares <= radius**2).astype(np.float64)
     window = 3 if radius <= 8 else 5
-    # OpenCV mirrors the kernel at its own border, so disks that touch it (radius 8, 10) do not quite keep sum 1.
+    # OpenCV mirrors the kernel at its own border, so disks that touch it (radius 8, 10) do not quite keep sum
+    # 1.
     kernel = cv2.GaussianBlur(disk / disk.sum(), (window, window), sigmaX=alias_sigma)
     margin = min(int(kernel.any(axis).argmax()) for axis in (0, 1))
     inside = slice(margin, len(kernel) - margin)
@@ -28,7 +28,7 @@ def disk_kernel(radius: float, alias_sigma: float) -> Floats:
 def defocus_blur(images: Images, _streams: object, radius: float, alias_sigma: float) -> Images:
     """Correlate with a disk; mirror border without repeating the edge."""
     kernel = disk_kernel(radius, alias_sigma)
-    values = images.astype(np.float32)
+    values = images.astype(np.float64)
     for image in values:
         cv2.filter2D(image, -1, kernel, dst=image, borderType=cv2.BORDER_REFLECT_101)
     return truncate(values)
@@ -36,27 +36,32 @@ def defocus_blur(images: Images, _streams: object, radius: float, alias_sigma: f
 
 def gaussian_blur(images: Images, _streams: object, sigma: float) -> Images:
     """Gaussian blur, kernel cut at 4 sigma, edge pixels repeated outside."""
-    return truncate(np.stack([gaussian_smooth(image, sigma) for image in images]))
+    return truncate(gaussian_smooth_all(images, sigma))
 
 
-def zoom_positions(side: int, factor: float) -> npt.NDArray[np.float64]:
+def zoom_positions(side: int, factor: float) -> Doubles:
     """Where the pixels of one axis, enlarged by `factor` around the centre, lie on the original axis.
 
-    The central ceil(side / factor) pixels are stretched to round(that * factor), first onto first and last onto last.
+    The central ceil(side / factor) pixels are stretched to round(that * factor), first onto first and last
+    onto last.
     """
     crop = ceil(side / factor)
     enlarged = round(crop * factor)
     step = (crop - 1) / (enlarged - 1) if enlarged > 1 else 0.0
-    return (side - crop) // 2 + np.minimum(((enlarged - side) // 2 + np.arange(side)) * step, crop - 1)
+    steps = (enlarged - side) // 2 + np.arange(side)
+    return np.asarray((side - crop) // 2 + np.minimum(steps * step, crop - 1), np.float64)
 
 
-def interpolation_matrix(positions: npt.NDArray[np.float64]) -> sparse.csr_array:
+def interpolation_matrix(positions: Doubles) -> sparse.csr_array:
     """(side, side) matrix that reads an axis at the given positions, linearly."""
     side = len(positions)
     lower = np.minimum(positions.astype(int), max(side - 2, 0))
     fraction = positions - lower
     rows = np.arange(side)
-    entries = (np.concatenate((1 - fraction, fraction)), (np.tile(rows, 2), np.concatenate((lower, lower + 1))))
+    entries = (
+        np.concatenate((1 - fraction, fraction)),
+        (np.tile(rows, 2), np.concatenate((lower, lower + 1))),
+    )
     return sparse.csr_array(entries, shape=(side, side + 1))[:, :side]
 
 
@@ -77,7 +82,8 @@ def zoom_matrix(height: int, width: int, start: float, stop: float, step: float)
 def zoom_blur(images: Images, _streams: object, start: float, stop: float, step: float) -> Images:
     """Average the image with enlargements of itself; factor 1 is one of them, so the image counts twice."""
     count, height, width, _ = images.shape
-    # Pixels by (image, channel): scipy adds up whole rows, each column by itself, so a batch equals its images.
+    # Pixels by (image, channel): scipy adds up whole rows, each column by itself, so a batch equals its
+    # images.
     columns = images.reshape(count, height * width, 3).swapaxes(0, 1).astype(np.float32, order="C")
     blurred = zoom_matrix(height, width, start, stop, step) @ columns.reshape(height * width, 3 * count)
     result = truncate(blurred).reshape(height * width, count, 3).swapaxes(0, 1)

@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 from scipy import fft
 
-from .pixels import Floats, Images, gaussian_kernel, truncate
+from .pixels import NO_MAP, Floats, Images, gaussian_kernel, truncate
+from .randomness import random_signed
 
 
 def contrast(images: Images, _streams: object, factor: float) -> Images:
@@ -25,9 +26,10 @@ def contrast(images: Images, _streams: object, factor: float) -> Images:
 @lru_cache(maxsize=8)
 def mirror_response(side: int, sigma: float) -> Floats:
     """What a Gaussian kernel (cut at 3 sigma) does to each cosine of a mirrored axis."""
-    kernel = gaussian_kernel(sigma, 3.0).astype(np.float64)
+    kernel = gaussian_kernel(sigma, 3.0)
     offsets = np.arange(len(kernel)) - len(kernel) // 2
-    return (np.cos(np.pi / side * np.outer(np.arange(side), offsets)) @ kernel).astype(np.float32)
+    waves = np.cos(np.pi / side * np.outer(np.arange(side), offsets))
+    return np.asarray((waves * kernel).sum(1), np.float32)  # not `@`: BLAS rounds as its threads divide the work
 
 
 def smooth_mirrored(fields: Floats, sigma: float) -> Floats:
@@ -35,7 +37,8 @@ def smooth_mirrored(fields: Floats, sigma: float) -> Floats:
     kernel = gaussian_kernel(sigma, 3.0)
     height, width, _ = fields.shape
     if len(kernel) // 2 < min(height, width):
-        return cv2.sepFilter2D(fields, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT)
+        smoothed = cv2.sepFilter2D(fields, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT)
+        return np.asarray(smoothed, np.float32)
     # A kernel wider than the image (ImageNet severity 1: 1025 taps) is one product per cosine instead.
     cosines = fft.dctn(fields, axes=(0, 1))
     cosines *= np.outer(mirror_response(height, sigma), mirror_response(width, sigma))[..., None]
@@ -61,13 +64,18 @@ def elastic_transform(
         moved = anchors + stream.uniform(-jitter, jitter, (3, 2)).astype(np.float32)
         matrix = cv2.getAffineTransform(anchors, moved)
         cv2.warpAffine(
-            image, matrix, (width, height), dst=image, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT_101
+            image,
+            matrix,
+            (width, height),
+            dst=image,
+            flags=cv2.INTER_LINEAR,
+            borderMode=cv2.BORDER_REFLECT_101,
         )
         if alpha == 0:
             continue  # CIFAR and Tiny ImageNet severity 1: the affine map alone
-        fields = stream.random((height, width, 2), np.float32) * np.float32(2) - np.float32(1)
+        fields = random_signed(stream, height * width * 2).reshape(height, width, 2)
         places = smooth_mirrored(fields, sigma) * np.float32(alpha) + pixel_grid(height, width)
-        cv2.remap(image, places, None, cv2.INTER_LINEAR, dst=image, borderMode=cv2.BORDER_REFLECT)
+        cv2.remap(image, places, NO_MAP, cv2.INTER_LINEAR, dst=image, borderMode=cv2.BORDER_REFLECT)
     return truncate(values)
 
 
@@ -83,10 +91,13 @@ def pixelate(images: Images, _streams: object, scale: float) -> Images:
 
 
 def jpeg_compression(images: Images, _streams: object, quality: float) -> Images:
-    """Encode as JPEG (4:2:0) and decode; OpenCV gives the same bytes as Pillow, without Pillow's file machinery."""
+    """Encode as JPEG (4:2:0) and decode.
+
+    OpenCV gives the same pixels as the published Pillow and is four times faster on small images.
+    """
     options = [cv2.IMWRITE_JPEG_QUALITY, int(quality)]
     changed = np.empty_like(images)
     for before, after in zip(images, changed, strict=True):
         _, encoded = cv2.imencode(".jpg", cv2.cvtColor(before, cv2.COLOR_RGB2BGR), options)
-        cv2.cvtColor(cv2.imdecode(encoded, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB, dst=after)
+        after[:] = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))[..., ::-1]
     return changed

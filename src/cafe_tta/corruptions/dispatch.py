@@ -1,4 +1,4 @@
-"""Which function makes which corruption, the smallest image it can take, and the cutting of batches into blocks."""
+"""Which function makes which corruption, the smallest image it takes, how batches are cut into blocks."""
 
 from collections.abc import Callable, Mapping
 from math import ceil
@@ -33,8 +33,8 @@ FUNCTIONS: Mapping[str, Callable[..., Images]] = {
     "spatter": held_out.spatter,
 }
 
-# Values per block: small enough to stay in the cache, large enough to spread the cost of calls over many small images.
-# Zoom blur reads a large matrix per block and wants several large images at once.
+# Values per block: small enough to stay in the cache, large enough to spread the cost of calls over many
+# small images. Zoom blur reads a large matrix per block and wants several large images at once.
 BLOCK = 100_000
 ZOOM_BLOCK = 2_500_000
 
@@ -50,9 +50,7 @@ def smallest_side(name: str, parameters: Row) -> int:
     return 1
 
 
-def run(
-    images: Images, name: str, severity: int, seed: int, parameters: Row, indices: npt.NDArray[np.int64]
-) -> Images:
+def run(images: Images, name: str, severity: int, seed: int, parameters: Row, indices: npt.NDArray[np.int64]) -> Images:
     """Corrupt a checked batch, block by block."""
     function = FUNCTIONS[name]
     block = max(1, (ZOOM_BLOCK if name == "zoom_blur" else BLOCK) // images[0].size)

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from .pixels import Images, gaussian_smooth, truncate
+from .pixels import Images, gaussian_smooth_all, truncate
 from .randomness import random_below
 
 
-def copy_sources(
-    choices: npt.NDArray[np.intp], height: int, width: int, reach: int
-) -> npt.NDArray[np.intp]:
+def copy_sources(choices: npt.NDArray[np.intp], height: int, width: int, reach: int) -> npt.NDArray[np.intp]:
     """Which pixel each pixel holds after one pass of copying the chosen neighbours, (N * height * width,).
 
     The published loop runs over rows height - reach down to reach + 1 and columns likewise. It means to swap
@@ -50,6 +48,6 @@ def glass_blur(
     source = copy_sources(choices[:, 0], height, width, reach)
     for k in range(1, passes):
         source = source.take(copy_sources(choices[:, k], height, width, reach))
-    blurred = truncate(np.stack([gaussian_smooth(image, sigma) for image in images]))
+    blurred = truncate(gaussian_smooth_all(images, sigma))
     shuffled = blurred.reshape(-1, 3).take(source, axis=0).reshape(images.shape)
-    return truncate(np.stack([gaussian_smooth(image, sigma) for image in shuffled]))
+    return truncate(gaussian_smooth_all(shuffled, sigma))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import cv2
 import numpy as np
 
-from .pixels import Floats, Images, gaussian_smooth, spread, truncate
+from .pixels import Floats, Images, Reals, gaussian_smooth, spread, truncate
 
 WATER = np.array([175, 238, 238], np.float32)  # pale turquoise
 MUD = np.array([63, 42, 20], np.float32)
@@ -15,7 +15,8 @@ EMBOSS = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], np.float32)
 def saturate(images: Images, _streams: object, factor: float, offset: float) -> Images:
     """S of HSV becomes clip(S * factor + offset, 0, 1).
 
-    With V and m the largest and smallest value of a pixel, S = (V - m) / V and the pixel is V - S' V (V - x) / (V - m).
+    With V and m the largest and smallest value of a pixel, S = (V - m) / V and the pixel is V - S' V (V - x)
+    / (V - m).
     """
     values = images.astype(np.float32)
     channels = values[..., 0], values[..., 1], values[..., 2]
@@ -33,18 +34,20 @@ def saturate(images: Images, _streams: object, factor: float, offset: float) -> 
     return truncate(values)
 
 
-def water_mask(liquid: Floats) -> Floats:
+def water_mask(liquid: Reals) -> Floats:
     """How much water each pixel of a liquid layer gets, at most 1: drops with an embossed rim."""
     drops = (liquid * np.float32(255)).astype(np.uint8)
     distance = cv2.distanceTransform(255 - cv2.Canny(drops, 50, 150), cv2.DIST_L2, 5)
     depth = cv2.blur(np.minimum(distance, np.float32(20)), (3, 3)).astype(np.uint8)
     relief = cv2.filter2D(cv2.equalizeHist(depth), cv2.CV_8U, EMBOSS)
-    mask = drops * cv2.blur(relief, (3, 3)).astype(np.float32)
+    mask = drops.astype(np.float32) * np.asarray(cv2.blur(relief, (3, 3)), np.float32)
     highest = mask.max()
-    return mask / highest if highest > 0 else mask  # no drop at all leaves the image as it is
+    if highest > 0:  # no drop at all leaves the image as it is
+        mask /= highest
+    return mask
 
 
-def mud_mask(liquid: Floats, threshold: float, sigma: float) -> Floats:
+def mud_mask(liquid: Reals, threshold: float, sigma: float) -> Reals:
     """How much mud covers each pixel: the smoothed spots, where nearly full."""
     mask = gaussian_smooth((liquid > threshold).astype(np.float32), sigma)
     mask[mask < 0.8] = 0

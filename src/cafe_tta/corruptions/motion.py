@@ -6,7 +6,6 @@ from math import ceil, cos, radians, sin
 
 import cv2
 import numpy as np
-import numpy.typing as npt
 
 from .pixels import Floats, Images, truncate
 
@@ -29,8 +28,8 @@ def motion_taps(radius: float, sigma: float, angle: float) -> dict[tuple[int, in
     return taps
 
 
-def smear(image: npt.NDArray[np.generic], radius: float, sigma: float, angle: float) -> Floats:
-    """Motion blur of one image or layer, edge pixels repeated outside, before the cut to whole grey levels."""
+def smear(image: Images, radius: float, sigma: float, angle: float) -> Floats:
+    """Motion blur of one image or layer, edge pixels repeated outside, before truncation."""
     taps = motion_taps(radius, sigma, angle)
     downs, rights = zip(*taps, strict=True)
     top, left = max(0, -min(downs)), max(0, -min(rights))
@@ -44,9 +43,7 @@ def smear(image: npt.NDArray[np.generic], radius: float, sigma: float, angle: fl
     return total
 
 
-def motion_blur(
-    images: Images, streams: Iterable[np.random.Generator], radius: float, sigma: float
-) -> Images:
+def motion_blur(images: Images, streams: Iterable[np.random.Generator], radius: float, sigma: float) -> Images:
     """Smear each image in a direction of -45 to 45 degrees."""
     blurred = np.empty(images.shape, np.float32)
     for n, stream in enumerate(streams):

@@ -1,8 +1,9 @@
 """The noises: each value of the image is replaced at random, whatever its neighbours.
 
-Result and input are both one of 256 grey levels, so a noise is a 256 x 256 table of probabilities P[v, k] that level v
-becomes level k. The tables are computed exactly (clipping and truncation included) and sampled with Walker's alias
-method: one 32-bit random word and one table look-up per value, faster than drawing the noise itself.
+Result and input are both one of 256 grey levels, so a noise is a 256 x 256 table of probabilities P[v, k]
+that level v becomes level k. The tables are computed exactly (clipping and truncation included) and sampled
+with Walker's alias method: one 32-bit random word and one table look-up per value, faster than drawing the
+noise itself.
 """
 
 from collections.abc import Iterable
@@ -54,8 +55,8 @@ def impulse_table(fraction: float) -> Probabilities:
 def alias_table(probabilities: Probabilities) -> npt.NDArray[np.uint32]:
     """Walker's table of 256 columns per row: an entry is (24-bit threshold, 8-bit alias).
 
-    Every column holds 1/256 of the probability: its own level up to the threshold, one other level (the alias) above.
-    The poorest column is filled up by the richest until all are level.
+    Every column holds 1/256 of the probability: its own level up to the threshold, one other level (the
+    alias) above. The poorest column is filled up by the richest until all are level.
     """
     rows = np.arange(256)
     mass = probabilities * 256
@@ -76,16 +77,15 @@ def alias_table(probabilities: Probabilities) -> npt.NDArray[np.uint32]:
     return (steps << np.uint32(8) | alias.astype(np.uint32)).ravel()
 
 
-def resample(
-    images: Images, streams: Iterable[np.random.Generator], entries: npt.NDArray[np.uint32]
-) -> Images:
+def resample(images: Images, streams: Iterable[np.random.Generator], entries: npt.NDArray[np.uint32]) -> Images:
     """Replace each value by a draw from its row of the alias table."""
     size = images[0].size
     words = np.empty((len(images), size), np.uint32)
     for row, stream in zip(words, streams, strict=True):
         row[:] = random_words(stream, size)
     words = words.ravel()
-    columns = words.astype(np.uint8)  # the low byte chooses the column, the other three compare with the threshold
+    # The low byte of a word chooses the column, the other three are compared with its threshold.
+    columns = words.astype(np.uint8)
     places = np.left_shift(images.ravel(), 8, dtype=np.intp)
     places |= columns
     found = entries.take(places)

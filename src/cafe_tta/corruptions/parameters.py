@@ -1,8 +1,8 @@
 """The published parameters of every corruption, for severities 1 to 5 (hendrycks/robustness, Apache-2.0).
 
-Each row is the argument list of the function of the same name. Three lengths that the scripts write into their code
-(side of the fog map, shrinking of the frost textures, scale of the elastic displacements) are arguments here too, so
-that a preset is nothing but its rows.
+Each row is the argument list of the function of the same name. Three lengths that the scripts write into
+their code (side of the fog map, shrinking of the frost textures, scale of the elastic displacements) are
+arguments here too, so that a preset is nothing but its rows.
 """
 
 from collections.abc import Mapping

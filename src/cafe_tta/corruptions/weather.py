@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from math import ceil
 
 import cv2
@@ -10,17 +11,16 @@ import numpy.typing as npt
 
 from .blur import zoom_positions
 from .motion import smear
-from .pixels import Floats, Images, spread, truncate
+from .pixels import NO_MAP, Floats, Images, spread, truncate
 from .plasma import plasma_maps
+from .randomness import random_signed
 from .textures import textures
 
 
 @lru_cache(maxsize=16)
 def zoom_map(height: int, width: int, factor: float) -> Floats:
     """(height, width, 2) positions (x, y) inside the central crop that an enlargement by `factor` reads."""
-    rows, columns = (
-        zoom_positions(side, factor) - (side - ceil(side / factor)) // 2 for side in (height, width)
-    )
+    rows, columns = (zoom_positions(side, factor) - (side - ceil(side / factor)) // 2 for side in (height, width))
     return np.stack(np.meshgrid(columns, rows), axis=-1).astype(np.float32)
 
 
@@ -35,18 +35,25 @@ def snow(
     sigma: float,
     mix: float,
 ) -> Images:
-    """Whiten the image and lay on flakes: thresholded noise, enlarged and smeared downwards, also turned by 180 degrees."""
+    """Whiten the image and let flakes fall.
+
+    The flakes are thresholded noise, enlarged and smeared, once as they are and once turned by 180 degrees.
+    """
     count, height, width, _ = images.shape
-    crop = ceil(height / zoom), ceil(width / zoom)  # only the centre of the noise is seen, so only it is drawn
+    crop = (
+        ceil(height / zoom),
+        ceil(width / zoom),
+    )  # only the centre of the noise is seen, so only it is drawn
     flakes = np.empty((count, height, width), np.uint8)
     for layer, stream in zip(flakes, streams, strict=True):
         noise = stream.standard_normal(crop, np.float32) * np.float32(std) + np.float32(mean)
         angle = stream.uniform(-135, -45)
         if zoom != 1:
-            noise = cv2.remap(noise, zoom_map(height, width, zoom), None, cv2.INTER_LINEAR)
+            enlarged = cv2.remap(noise, zoom_map(height, width, zoom), NO_MAP, cv2.INTER_LINEAR)
+            noise = np.asarray(enlarged, np.float32)
         noise[noise < threshold] = 0
-        grey = (np.clip(noise, 0, 1) * np.float32(255)).astype(np.uint8)
-        layer[:] = truncate(smear(grey, radius, sigma, angle))
+        flake = (np.clip(noise, 0, 1) * np.float32(255)).astype(np.uint8)
+        layer[:] = truncate(smear(flake, radius, sigma, angle))
     fall = flakes.astype(np.float32) + flakes[:, ::-1, ::-1]
 
     values = images.astype(np.float32)
@@ -80,19 +87,22 @@ def frost(
     return np.minimum(total // np.uint16(20), 255).astype(np.uint8)
 
 
-def fog(
-    images: Images, streams: Iterable[np.random.Generator], strength: float, decay: float, side: float
-) -> Images:
+def fog(images: Images, streams: Iterable[np.random.Generator], strength: float, decay: float, side: float) -> Images:
     """Add strength * cloud map, then scale so that the brightest value stays: max / (max + strength).
 
     The map has the published side, or the next power of two that covers a larger image.
     """
     count, height, width, _ = images.shape
     map_side = max(int(side), 1 << (max(height, width) - 1).bit_length())
-    uniforms = np.empty((count, map_side * map_side - 1), np.float32)
-    for row, stream in zip(uniforms, streams, strict=True):
-        stream.random(out=row, dtype=np.float32)
-    clouds = plasma_maps(uniforms, map_side, decay)[:, :height, :width] * np.float32(255 * strength)
+    points = map_side * map_side - 1
+    clouds = np.empty(images.shape[:3], np.float32)
+    group = max(1, 2**16 // points)  # maps made at a time: few enough for the cache, many enough to share calls
+    sources = iter(streams)
+    for start in range(0, count, group):
+        part = clouds[start : start + group]
+        signed = np.stack([random_signed(stream, points) for stream in islice(sources, len(part))])
+        part[:] = plasma_maps(signed, map_side, decay)[:, :height, :width]
+    clouds *= np.float32(255 * strength)
     values = images.astype(np.float32)
     values += spread(clouds)
     brightest = images.reshape(count, -1).max(1) / 255
@@ -107,13 +117,14 @@ def brightness_table(offset: float) -> npt.NDArray[np.uint8]:
     raised = np.minimum(largest + 255 * offset, 255)
     values = np.arange(256) * raised / np.maximum(largest, 1)
     values[0] = raised[0]  # black turns grey
-    return np.clip(values + 1e-9, 0, 255).astype(np.uint8).ravel()
+    table: Images = np.clip(values + 1e-9, 0, 255).astype(np.uint8)
+    return table.ravel()
 
 
 def brightness(images: Images, _streams: object, offset: float) -> Images:
     """Add `offset` to the V of HSV, that is multiply each pixel by min(V + offset, 1) / V."""
     red, green, blue = cv2.split(images.reshape(-1, images.shape[2], 3))
-    largest = cv2.max(cv2.max(red, green), blue).reshape(images.shape[:3])
+    largest = np.asarray(cv2.max(cv2.max(red, green), blue), np.uint8).reshape(images.shape[:3])
     places = np.left_shift(spread(largest), 8, dtype=np.intp)
     places |= images
     return brightness_table(offset).take(places)

@@ -41,6 +41,7 @@ class DANN(GradientAdapter):
     needs = "data"
     Config = DANNConfig
     config: DANNConfig
+    _taken: int  # source batches used so far
     presets: ClassVar = {
         "cifar": DANNConfig(),
         "imagenet": DANNConfig(batch_size=64, iterations=20_000),

@@ -6,6 +6,7 @@ Maddox et al., A simple baseline for Bayesian uncertainty in deep learning, Neur
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -123,8 +124,8 @@ class SwagCollector:
     def set_state(self, tensors: Mapping[str, Tensor]) -> None:
         self.count = int(tensors["count"])
         for name in self.mean:
-            self.mean[name] = tensors[f"mean.{name}"].clone()
-            self.square[name] = tensors[f"square.{name}"].clone()
+            self.mean[name] = tensors[f"mean.{name}"].to(self.mean[name]).clone()
+            self.square[name] = tensors[f"square.{name}"].to(self.square[name]).clone()
 
 
 def recompute_batchnorm(module: nn.Module, loader: Iterable[Any]) -> None:
@@ -132,6 +133,10 @@ def recompute_batchnorm(module: nn.Module, loader: Iterable[Any]) -> None:
     layers = batchnorm_layers(module)
     if not layers:
         return
+    batches = iter(loader)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("expected source images to recompute BatchNorm statistics with, but the loader was empty")
     momenta = [layer.momentum for layer in layers]
     modes = {child: child.training for child in module.modules()}
     module.eval()
@@ -142,7 +147,7 @@ def recompute_batchnorm(module: nn.Module, loader: Iterable[Any]) -> None:
     place = next(module.parameters())
     try:
         with torch.no_grad():
-            for batch in loader:
+            for batch in chain([first], batches):
                 module(images_of(batch).to(place))
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):

@@ -1,0 +1,18 @@
+"""`python -m cafe_tta` is the command `cafe-tta`."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says what it lacks."""
+    try:
+        from cafe_tta.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "PIL"):
+            raise
+        sys.exit(f'error: the command line needs {error.name}; install it with: pip install "cafe-tta[cli]"')
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The command `cafe-tta`: its commands, and what becomes of errors."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import cafe_tta
+from cafe_tta.cli.adapt import adapt
+from cafe_tta.cli.console import say
+from cafe_tta.cli.demo import demo
+from cafe_tta.cli.methods import methods
+from cafe_tta.cli.stats import stats
+from cafe_tta.cli.train import train
+
+# What a user can put right: one line, no traceback. storage.StorageError is a ValueError; RuntimeError is for moments,
+# such as a download that fails or a device without memory left.
+EXPECTED = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+# Typer shows only BadParameter of its family; the others (a missing option, an unknown command) are its ancestors.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (
+            typer.Exit,
+            typer.Abort,
+            BrokenPipeError,
+        ):  # `cafe-tta methods | head` breaks a pipe: Typer ends quietly
+            raise
+        except KeyboardInterrupt as error:
+            say(f"interrupted{f': {error}' if str(error) else ''}")
+            raise typer.Exit(getattr(error, "exit_code", 130)) from None
+        except EXPECTED as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            say(f"error: {describe(error)}")
+            raise typer.Exit(2) from None
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        name = prog_name or "cafe-tta"
+        try:
+            # Not on its own feet, or Typer would print its own errors, in boxes.
+            code = super().main(args, name, complete_var, False, windows_expand_args, **extra)
+        except UsageError as error:
+            place = getattr(getattr(error, "ctx", None), "command_path", "cafe-tta")
+            say(f"error: {error.format_message().rstrip('.')}; see {place} --help")
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, for one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+app = typer.Typer(
+    name="cafe-tta",
+    cls=_Group,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cafe-tta {cafe_tta.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Keeps an image classifier accurate on corrupted images, without labels and without source data.
+
+    \b
+    [bold]1. A model.[/bold] Bring your own (timm:NAME, torchvision:NAME), or train one:
+       cafe-tta train --data digits:train --output model
+
+    \b
+    [bold]2. Its statistics[/bold], once, at the training site, from source images:
+       cafe-tta stats --model model/model.safetensors --data digits:train
+                      --output stats.safetensors
+
+    \b
+    [bold]3. Adapt[/bold], where the images are; without labels, without source images:
+       cafe-tta adapt --model model/model.safetensors --stats stats.safetensors
+                      --data photos --output out
+
+    \b
+    [bold]4. Look[/bold] at out/predictions.csv (file, class, confidence)
+       and out/summary.json (what happened).
+
+    In a hurry, all of it in two minutes, with 15 kinds of corruption: cafe-tta demo
+    """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+for command in (demo, train, stats, adapt, methods):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()

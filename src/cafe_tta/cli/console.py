@@ -1,0 +1,89 @@
+"""Results go to stdout; progress, notes and errors to stderr, and progress only where somebody watches."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Advance = Callable[[int], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user or the system asked to stop, and all that is needed to go on was saved."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+class StopRequest:
+    """Turns Ctrl-C and a polite kill into a question, asked between two batches. A second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # nobody else may listen to signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+
+def say(text: str) -> None:
+    """One line for the user's eyes, beside the results."""
+    print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def show_table(table: Table) -> None:
+    # A file or a pipe has no width: nothing is cut or folded there.
+    Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def show_facts(facts: list[tuple[str, str]]) -> None:
+    """Names and values, one a line."""
+    width = max(len(name) for name, _ in facts) + 2
+    for name, value in facts:
+        print(f"{name:<{width}}{value}".rstrip())
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Advance]:
+    """A bar on stderr, if that is a terminal. Gives the function that moves it on."""
+    if not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+def readable_bytes(size: int) -> str:
+    """A size in the unit that suits it.
+
+    >>> readable_bytes(900), readable_bytes(14_230), readable_bytes(98_000_000)
+    ('900 bytes', '14.2 kB', '98.0 MB')
+    """
+    if size < 1000:
+        return f"{size} bytes"
+    power = min(len(str(size)) // 3 if len(str(size)) % 3 else len(str(size)) // 3 - 1, 3)
+    return f"{size / 1000**power:.1f} {('kB', 'MB', 'GB')[power - 1]}"

@@ -1,0 +1,75 @@
+"""`cafe-tta methods`: what there is, and what can be set."""
+
+import inspect
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cafe_tta.adapter import Adapter
+from cafe_tta.cli.console import show_facts, show_table
+from cafe_tta.cli.options import OptionHelp, option_help
+from cafe_tta.methods import METHODS, method
+
+
+def methods(
+    name: Annotated[str, typer.Argument(help="A method: shows its options and presets.", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+) -> None:
+    """List the methods, or one method's options."""
+    kinds = {name: method(name)} if name else METHODS
+    if as_json:
+        described = {key: _description(kind) for key, kind in kinds.items()}
+        print(json.dumps(described[name] if name else described, indent=2))
+    elif name:
+        _show_one(name, kinds[name])
+    else:
+        _show_all()
+
+
+def _show_all() -> None:
+    table = Table("method", "needs", "what it does", "presets", box=None, pad_edge=False)
+    for name, kind in METHODS.items():
+        table.add_row(name, kind.needs or "nothing", _summary(kind), ", ".join(kind.presets))
+    show_table(table)
+
+
+def _show_one(name: str, kind: type[Adapter]) -> None:
+    print(f"{inspect.getdoc(kind)}\n")
+    show_facts([("method", name), ("needs", kind.needs or "nothing")])
+    print()
+    table = Table("option", "default", "kind", "meaning", box=None, pad_edge=False)
+    for option in option_help(kind.Config):
+        table.add_row(option.name, str(option.default), option.kind, option.meaning)
+    show_table(table)
+    print()
+    table = Table("preset", "differs from the defaults in", box=None, pad_edge=False)
+    for preset, changes in _presets(kind).items():
+        table.add_row(preset, ", ".join(f"{key}={value}" for key, value in changes.items()) or "nothing")
+    show_table(table)
+
+
+def _description(kind: type[Adapter]) -> dict[str, Any]:
+    options: list[OptionHelp] = option_help(kind.Config)
+    return {
+        "name": kind.name,
+        "needs": kind.needs,
+        "summary": _summary(kind),
+        "options": [asdict(option) for option in options],
+        "presets": _presets(kind),
+    }
+
+
+def _presets(kind: type[Adapter]) -> dict[str, dict[str, Any]]:
+    """What every preset changes."""
+    usual = asdict(kind.Config())
+    return {
+        name: {key: value for key, value in asdict(config).items() if value != usual[key]}
+        for name, config in kind.presets.items()
+    }
+
+
+def _summary(kind: type[Adapter]) -> str:
+    return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")

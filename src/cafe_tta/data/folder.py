@@ -1,0 +1,155 @@
+"""A folder of image files, flat or with a folder for each class, read one image at a time."""
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cafe_tta.data.imageset import Images, Labels, UnreadableImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".webp", ".tif", ".tiff", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
+)
+_WARNINGS = threading.Lock()  # Python's warning filters are global: one thread at a time may change them
+
+
+class FolderSet:
+    """Image files under a folder, in the order of their names. Labels come from the first level of folders."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).expanduser()
+        self.name = f"folder:{self.root}"
+        self.files = sorted(_files(self.root))  # relative, with forward slashes
+        if not self.files:
+            arrays = f"; for its images.npy, say arrays:{root}" if (self.root / "images.npy").is_file() else ""
+            raise FileNotFoundError(
+                f"no images in {self.root}; put {', '.join(SUFFIXES[:3])}, .png, .bmp, .webp or .tif files there, "
+                f"or one folder of them for each class{arrays}"
+            )
+        self.classes: tuple[str, ...] | None = None
+        self.labels: Labels | None = None
+        if all("/" in file for file in self.files):
+            folders = [file.split("/", 1)[0] for file in self.files]
+            self.classes = tuple(sorted(set(folders)))
+            number = {folder: i for i, folder in enumerate(self.classes)}
+            self.labels = np.array([number[folder] for folder in folders], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def item_name(self, index: int) -> str:
+        return self.files[index]
+
+    def images(self, indices: Sequence[int]) -> Images:
+        found = [read_image(self.root / self.files[index]) for index in indices]
+        if len({image.shape for image in found}) > 1:
+            sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in found})
+            raise ValueError(
+                f"{self.name} has images of different sizes ({', '.join(sizes[:3])}, …), which do not fit one array; "
+                "go through them with data.batches and a preprocessing"
+            )
+        return np.stack(found) if found else np.zeros((0, 0, 0, 3), dtype=np.uint8)
+
+
+def load_folder(folder: str) -> FolderSet:
+    """The images of a folder."""
+    place = Path(folder).expanduser()
+    if not folder or not place.is_dir():
+        what = f"{folder} is a file" if place.is_file() else f"no folder at {folder!r}"
+        raise FileNotFoundError(f"{what}; expected a folder of images, or of one folder of images for each class")
+    return FolderSet(folder)
+
+
+def read_image(path: str | os.PathLike[str]) -> Images:
+    """One image file as RGB pixels (H, W, 3), turned as its EXIF orientation says.
+
+    Transparency is dropped, 16-bit values are scaled to 8 bits, of an animation the first picture is taken.
+    """
+    try:
+        return _decode(Path(path))
+    except MemoryError as error:
+        raise UnreadableImage("too large for the memory of this machine") from error
+    except Exception as error:  # decoders meet damaged files with every kind of error there is
+        raise UnreadableImage(_reason(path, error)) from error
+
+
+def _decode(path: Path) -> Images:
+    from PIL import Image
+
+    if path.stat().st_size == 0:
+        raise ValueError("the file is empty")
+    with path.open("rb") as file:
+        with _WARNINGS, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what cannot be read is reported once, by us
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
+            image: Image.Image = Image.open(file)
+            turns = _orientation(image)
+        image.load()
+        return np.ascontiguousarray(_turned(_rgb(image), turns))
+
+
+def _orientation(image: "Image") -> int:
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:  # damaged EXIF data: the pixels may be good all the same
+        return 1
+
+
+def _turned(image: Images, orientation: int) -> Images:
+    """Upright, by EXIF's numbers: 5 to 8 swap the axes, and each of 1 to 8 then mirrors none, one or both of them."""
+    if orientation in (5, 6, 7, 8):
+        image = image.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    return image
+
+
+def _rgb(image: "Image") -> Images:
+    if image.mode == "F":  # floating-point TIFF: 0..1, or else 0..255
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64), nan=0.0)
+        scaled = values * 255 if values.max() <= 1 else values
+        grey = scaled.clip(0, 255).round().astype(np.uint8)
+    elif image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255 instead of scaling
+        grey = (np.asarray(image).astype(np.int64).clip(0, 65535) / 257).round().astype(np.uint8)
+    else:
+        if image.mode == "P":
+            image = image.convert("RGBA")  # a palette may hold transparency, which must not become a colour
+        return np.array(image.convert("RGB"))
+    return np.repeat(grey[..., None], 3, axis=2)
+
+
+def _reason(path: str | os.PathLike[str], error: Exception) -> str:
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, (Image.DecompressionBombWarning, Image.DecompressionBombError)):
+        return f"more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels; shrink it first"
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image of a known format"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _files(root: Path) -> Iterator[str]:
+    seen = set()
+    for folder, folders, files in os.walk(root, followlinks=True):  # data sets are often folders of links
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above would never end
+            folders.clear()
+            continue
+        seen.add(real)
+        # Hidden files are not the user's pictures: thumbnails, the `._name.jpg` of a Mac, folders of version control.
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        for name in files:
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+                yield Path(folder, name).relative_to(root).as_posix()

@@ -1,0 +1,386 @@
+"""Training of the source classifier, for those who have none yet (Appendix A.1).
+
+Momentum SGD with a learning rate that falls to zero along a cosine; then a constant learning rate, at which the weights
+are collected for SWAG. The mean of the collected weights is the source classifier.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cafe_tta import storage
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.source.swag import Posterior, SwagCollector
+from cafe_tta.stats import require_classifier
+
+CHECKPOINT_VERSION = 1
+PADDING = 4  # pixels that a random crop may move an image
+Augmentation = Literal["crop-flip", "crop", "none"]
+AUGMENTATIONS = ("crop-flip", "crop", "none")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the source classifier is trained; the defaults are the paper's for CIFAR (Appendix A.1)."""
+
+    epochs: int = 200  # with the cosine, A.1; 0: only the SWAG epochs
+    batch_size: int = 128  # A.1
+    lr: float = 0.1  # at the start, A.1
+    momentum: float = 0.9  # A.1
+    weight_decay: float = 5e-4  # A.1
+    swag_epochs: int = 100  # after those with the cosine, A.1; 0: plain training, no posterior
+    swag_lr: float = 0.01  # A.1
+    collections_per_epoch: int = 4  # A.1
+    augment: Augmentation = "crop-flip"  # the paper does not say; usual for CIFAR. Digits must not be flipped: "crop"
+    seed: int = 0  # of the order of the images, their augmentation, and dropout
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "swag_epochs", "lr", "swag_lr", "weight_decay", "seed"):
+            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        for name in ("batch_size", "collections_per_epoch"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1", self.momentum)
+        _require(self.augment in AUGMENTATIONS, "augment", f"one of {', '.join(AUGMENTATIONS)}", self.augment)
+        _require(self.epochs + self.swag_epochs >= 1, "epochs", "at least 1, as `swag_epochs` is 0", self.epochs)
+        if self.swag_epochs * self.collections_per_epoch == 1:
+            raise ValueError("expected at least 2 collections for SWAG, but got 1; raise `collections_per_epoch`")
+
+    @property
+    def total_epochs(self) -> int:
+        return self.epochs + self.swag_epochs
+
+    def learning_rate(self, epoch: float) -> float:
+        """The learning rate when `epoch` epochs have passed; it changes at every step, so fractions count.
+
+        >>> [round(TrainConfig().learning_rate(epoch), 3) for epoch in (0, 100, 199, 200, 250)]
+        [0.1, 0.05, 0.0, 0.01, 0.01]
+        """
+        if epoch >= self.epochs:
+            return self.swag_lr
+        return self.lr * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is, after an epoch."""
+
+    epoch: int  # epochs done
+    total_epochs: int
+    phase: Literal["train", "swag"]
+    loss: float  # mean over the epoch
+    accuracy: float  # over the epoch, of the classifier in training mode on augmented images
+    lr: float  # of the epoch's last step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What comes out of training, beside the classifier itself."""
+
+    posterior: Posterior | None  # None without SWAG epochs
+    losses: tuple[float, ...]  # mean of each epoch
+    accuracies: tuple[float, ...]  # of each epoch, in training mode on augmented images
+    train_accuracy: float  # of the finished classifier on the training images as they are
+
+
+def train(
+    classifier: SplitClassifier,
+    images: Tensor,
+    labels: Tensor,
+    config: TrainConfig | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> TrainResult:
+    """Trains the classifier itself, head included, on normalised images (N, 3, H, W) with labels (N,).
+
+    In the end it is in evaluation mode, and with SWAG epochs it is the mean of the collected weights, with BatchNorm
+    statistics recomputed on the training images. With a `checkpoint`, every epoch is written to that file; a later call
+    with the same arguments goes on from there, and ends bit for bit as if it had never been interrupted.
+    """
+    config = config or TrainConfig()
+    _check_data(classifier, images, labels, config)
+    run = _Run(classifier, images, labels, config)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None:
+        run.describe_data()
+        if path.exists():
+            run.resume(path)
+        elif not path.parent.is_dir():  # now, not after the first epoch
+            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+    try:
+        while run.epoch < config.total_epochs:
+            report = run.one_epoch()
+            if path is not None:
+                run.save(path)
+            if progress is not None:
+                progress(report)
+        return run.finish()
+    finally:
+        classifier.eval()
+
+
+def collect_swag(
+    classifier: SplitClassifier,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    epochs: int = 10,
+    lr: float = 1e-4,
+    batch_size: int = 128,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    collections_per_epoch: int = 4,
+    augment: Augmentation = "none",
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Posterior:
+    """A SWAG posterior around weights that are trained already; the classifier becomes its mean.
+
+    The defaults are the paper's for ImageNet: vanilla SGD, four collections an epoch (Appendix A.1).
+    """
+    if epochs < 1:
+        raise ValueError(f"expected `epochs` to be at least 1, but got {epochs}")
+    config = TrainConfig(
+        epochs=0,
+        batch_size=batch_size,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        swag_epochs=epochs,
+        swag_lr=lr,
+        collections_per_epoch=collections_per_epoch,
+        augment=augment,
+        seed=seed,
+    )
+    posterior = train(classifier, images, labels, config, checkpoint, progress).posterior
+    assert posterior is not None
+    return posterior
+
+
+def augmented(images: Tensor, kind: Augmentation) -> Tensor:
+    """Every image moved by up to 4 pixels each way, its border repeated; "crop-flip" also mirrors half of them.
+
+    The border is repeated, not black, because black is an unknown value after normalisation.
+    """
+    if kind == "none":
+        return images
+    size, channels, height, width = images.shape
+    place = images.device
+    rows = torch.arange(height, device=place) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=place)  # (B, H)
+    cols = torch.arange(width, device=place) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=place)  # (B, W)
+    if kind == "crop-flip":
+        cols = torch.where(torch.rand(size, 1, device=place) < 0.5, cols.flip(1), cols)
+    rows, cols = rows.clamp(0, height - 1), cols.clamp(0, width - 1)
+    pixels = (rows[:, :, None] * width + cols[:, None, :]).reshape(size, 1, -1)  # (B, 1, H·W)
+    moved = images.reshape(size, channels, -1).gather(2, pixels.expand(-1, channels, -1))
+    return moved.reshape(images.shape)
+
+
+class _Run:
+    """A training run between two epochs: all that a checkpoint holds."""
+
+    def __init__(self, classifier: SplitClassifier, images: Tensor, labels: Tensor, config: TrainConfig) -> None:
+        self.classifier = classifier
+        self.images = images
+        self.labels = labels
+        self.config = config
+        self.epoch = 0  # epochs done
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+        self.collector = SwagCollector(classifier)
+        self.parameters = [p for p in classifier.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the classifier has nothing to train: none of its parameters requires a gradient")
+        self.optimizer = torch.optim.SGD(
+            self.parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        self.data: dict[str, Any] = {}
+
+    def one_epoch(self) -> Progress:
+        """One pass over the images."""
+        config, steps = self.config, _num_steps(len(self.images), self.config)
+        swag = self.epoch >= config.epochs
+        collections = range(1, config.collections_per_epoch + 1)
+        collect_after = {round(steps * n / config.collections_per_epoch) for n in collections} if swag else set()
+        total, hits, lr = 0.0, 0, 0.0
+        self.classifier.train()
+        with _seeded(config.seed, self.epoch, self.images.device, self._place.device):
+            for step, (images, labels) in enumerate(self._batches(), start=1):
+                lr = config.learning_rate(self.epoch + (step - 1) / steps)
+                logits = self.classifier(augmented(images, config.augment).to(self._place))
+                labels = labels.to(self._place.device)
+                loss = nn.functional.cross_entropy(logits, labels)
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise self._diverged(f"the loss became {value}", lr)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                self.optimizer.step()
+                if step in collect_after:
+                    self.collector.collect(self.classifier)
+                total += value * len(labels)
+                hits += int((logits.argmax(1) == labels).sum())
+        if not all(
+            torch.isfinite(parameter).all() for parameter in self.parameters
+        ):  # the last step may have broken them
+            raise self._diverged("the weights became NaN or infinite", lr)
+        self.epoch += 1
+        self.losses.append(total / len(self.images))
+        self.accuracies.append(hits / len(self.images))
+        phase: Literal["train", "swag"] = "swag" if swag else "train"
+        return Progress(self.epoch, config.total_epochs, phase, self.losses[-1], self.accuracies[-1], lr)
+
+    def finish(self) -> TrainResult:
+        """The classifier becomes the mean of what was collected."""
+        posterior = None
+        if self.config.swag_epochs:
+            with _seeded(self.config.seed, self.epoch, self.images.device, self._place.device):
+                posterior = self.collector.posterior(self.classifier, self._batches())
+        self.classifier.eval()
+        hits = 0
+        with torch.no_grad():
+            for start in range(0, len(self.images), self.config.batch_size):
+                chosen = slice(start, start + self.config.batch_size)
+                logits = self.classifier(self.images[chosen].to(self._place))
+                hits += int((logits.argmax(1).to(self.labels.device) == self.labels[chosen]).sum())
+        return TrainResult(posterior, tuple(self.losses), tuple(self.accuracies), hits / len(self.images))
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All images in random order, in batches of nearly the same size: a last batch of one would stop BatchNorm."""
+        order = torch.randperm(len(self.images))
+        for chosen in order.tensor_split(_num_steps(len(self.images), self.config)):
+            yield self.images[chosen.to(self.images.device)], self.labels[chosen.to(self.labels.device)]
+
+    def _diverged(self, what: str, lr: float) -> RuntimeError:
+        option = "lr" if self.epoch < self.config.epochs else "swag_lr"
+        return RuntimeError(
+            f"{what} in epoch {self.epoch + 1} at learning rate {lr:g}; lower `{option}`. "
+            "A checkpoint, if there is one, holds the epochs before"
+        )
+
+    @property
+    def _place(self) -> Tensor:
+        return self.classifier.head.weight
+
+    # Checkpoints
+
+    def describe_data(self) -> None:
+        self.data = {
+            "count": len(self.images),
+            "images": storage.tensor_digest(self.images),
+            "labels": storage.tensor_digest(self.labels),
+        }
+
+    def save(self, path: Path) -> None:
+        momentum = {
+            f"momentum.{number}": memory["momentum_buffer"]
+            for number, parameter in enumerate(self.parameters)
+            if (memory := self.optimizer.state.get(parameter)) and memory.get("momentum_buffer") is not None
+        }
+        weights = {f"classifier.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
+        moments = self.collector.state() if self.collector.count else {}
+        swag = {f"swag.{name}": tensor for name, tensor in moments.items()}
+        meta = {
+            "config": asdict(self.config),
+            "data": self.data,
+            "epoch": self.epoch,
+            "losses": self.losses,
+            "accuracies": self.accuracies,
+        }
+        storage.write(path, "training", CHECKPOINT_VERSION, weights | momentum | swag, meta)
+
+    def resume(self, path: Path) -> None:
+        """Takes everything from a checkpoint; one of another training run is refused, and nothing is changed."""
+        tensors, meta = storage.read(path, "training", CHECKPOINT_VERSION)
+        weights = _part(tensors, "classifier.")
+        if difference := self._difference(meta, weights):
+            raise ValueError(
+                f"{path} is the checkpoint of another training run: {difference}; give the same arguments to go on, "
+                "or another file to begin anew"
+            )
+        with torch.no_grad():
+            for name, tensor in self.classifier.state_dict().items():
+                tensor.copy_(weights[name])
+        for number, tensor in _part(tensors, "momentum.").items():
+            parameter = self.parameters[int(number)]
+            self.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device)
+        if swag := _part(tensors, "swag."):
+            self.collector.set_state({name: tensor.to(self._place.device) for name, tensor in swag.items()})
+        self.epoch = meta["epoch"]
+        self.losses, self.accuracies = list(meta["losses"]), list(meta["accuracies"])
+
+    def _difference(self, meta: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
+        """What a checkpoint was made with and this run was not, in words."""
+        theirs, ours = meta["config"], asdict(self.config)
+        names = [field.name for field in fields(self.config) if theirs.get(field.name) != ours[field.name]]
+        told = [f"{name}={theirs.get(name)!r} there, {ours[name]!r} here" for name in names]
+        if meta["data"]["count"] != self.data["count"]:
+            told.append(f"{meta['data']['count']} images there, {self.data['count']} here")
+        else:
+            told += [f"other {name}" for name in ("images", "labels") if meta["data"][name] != self.data[name]]
+        a = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        b = {name: tuple(tensor.shape) for name, tensor in self.classifier.state_dict().items()}
+        if changed := [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]:
+            there, here = (shapes.get(changed[0], "none") for shapes in (a, b))
+            told.append(f"another classifier: `{changed[0]}` has shape {there} there, {here} here")
+        return "; ".join(told)
+
+
+def _part(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _num_steps(images: int, config: TrainConfig) -> int:
+    return math.ceil(images / config.batch_size)
+
+
+@contextmanager
+def _seeded(seed: int, epoch: int, *places: torch.device) -> Iterator[None]:
+    """Random numbers that depend on seed and epoch alone; the caller's own go on afterwards as before."""
+    state = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
+    with torch.random.fork_rng(devices=list({place for place in places if place.type == "cuda"})):
+        torch.manual_seed(state)
+        yield
+
+
+def _check_data(classifier: SplitClassifier, images: Tensor, labels: Tensor, config: TrainConfig) -> None:
+    require_classifier(classifier)
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        raise TypeError(f"expected tensors, but got {type(images).__name__} and {type(labels).__name__}")
+    if images.dim() != 4 or not images.is_floating_point() or len(images) < 2:
+        raise ValueError(
+            "expected at least two normalised images, a floating-point tensor (N, channels, height, width), "
+            f"but got {images.dtype} of shape {tuple(images.shape)}"
+        )
+    if labels.shape != (len(images),) or labels.dtype != torch.int64:
+        raise ValueError(
+            f"expected int64 labels of shape ({len(images)},), one for each image, "
+            f"but got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classifier.num_classes:
+        raise ValueError(f"expected labels from 0 to {classifier.num_classes - 1}, but they go from {low} to {high}")
+    for start in range(0, len(images), 1024):  # a part at a time: the images may fill the memory
+        if not torch.isfinite(images[start : start + 1024]).all():
+            end = min(start + 1024, len(images)) - 1
+            raise ValueError(f"expected finite images, but some of {start} to {end} have NaN or infinite values")
+    steps = _num_steps(len(images), config)
+    if config.swag_epochs and steps < config.collections_per_epoch:
+        raise ValueError(
+            f"an epoch of {steps} steps cannot collect weights {config.collections_per_epoch} times; "
+            "lower `collections_per_epoch` or `batch_size`"
+        )
+
+
+def _require(good: bool, name: str, expected: str, value: object) -> None:
+    if not good:
+        raise ValueError(f"expected `{name}` to be {expected}, but got {value!r}")

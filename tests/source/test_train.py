@@ -1,0 +1,301 @@
+"""Training of the source classifier: schedule, SWAG, resuming, and what is refused."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cafe_tta.classifier import SplitClassifier, split_classifier
+from cafe_tta.source.swag import SwagCollector
+from cafe_tta.source.train import Progress, TrainConfig, TrainResult, augmented, collect_swag, train
+
+CONFIG = TrainConfig(epochs=3, batch_size=16, lr=0.05, swag_epochs=3, swag_lr=0.02, collections_per_epoch=2)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def network(seed: int = 0, classes: int = 3) -> SplitClassifier:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+        return split_classifier(nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(32, classes)))
+
+
+def toy_data(count: int = 70) -> tuple[Tensor, Tensor]:
+    """Images whose class is the channel that is bright."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    images = torch.randn(count, 3, 10, 10, generator=generator) * 0.5
+    images[torch.arange(count), labels] += 1.0
+    return images, labels
+
+
+def everything(classifier: SplitClassifier, result: TrainResult) -> dict[str, Tensor]:
+    tensors = dict(classifier.state_dict())
+    if result.posterior is not None:
+        (member,) = result.posterior.members
+        tensors |= {f"mean.{name}": tensor for name, tensor in member.mean.items()}
+        tensors |= {f"variance.{name}": tensor for name, tensor in member.variance.items()}
+    return tensors
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = TrainConfig()
+    assert (config.epochs, config.batch_size, config.lr, config.momentum, config.weight_decay) == (
+        200,
+        128,
+        0.1,
+        0.9,
+        5e-4,
+    )
+    assert (config.swag_epochs, config.swag_lr, config.collections_per_epoch) == (100, 0.01, 4)
+
+
+def test_learning_rate_follows_the_cosine_then_stays() -> None:
+    images, labels = toy_data()
+    seen: list[float] = []
+    original = torch.optim.SGD.step
+
+    def step(optimizer: torch.optim.SGD, closure: None = None) -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        original(optimizer, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", step)
+        train(network(), images, labels, CONFIG)
+    steps = math.ceil(70 / 16)
+    falling = [0.05 / 2 * (1 + math.cos(math.pi * number / (3 * steps))) for number in range(3 * steps)]
+    assert seen == pytest.approx(falling + [0.02] * (3 * steps))
+
+
+def test_it_learns_and_the_source_model_is_the_mean_of_what_was_collected() -> None:
+    images, labels = toy_data()
+    classifier = network()
+    snapshots: list[dict[str, Tensor]] = []
+    original = SwagCollector.collect
+
+    def collect(collector: SwagCollector, now: SplitClassifier) -> None:
+        snapshots.append({name: p.detach().double().clone() for name, p in now.named_parameters()})
+        original(collector, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwagCollector, "collect", collect)
+        result = train(classifier, images, labels, replace(CONFIG, epochs=8))
+    assert len(snapshots) == 3 * 2
+    for name, parameter in classifier.named_parameters():
+        mean = torch.stack([snapshot[name] for snapshot in snapshots]).mean(0)
+        torch.testing.assert_close(parameter.double(), mean, rtol=1e-6, atol=1e-8)
+        assert result.posterior is not None and torch.equal(result.posterior.members[0].mean[name], parameter)
+    assert not classifier.training
+    assert len(result.losses) == len(result.accuracies) == 11
+    assert result.losses[-1] < result.losses[0]
+    assert result.train_accuracy > 0.95
+    with torch.no_grad():
+        assert result.train_accuracy == pytest.approx((classifier(images).argmax(1) == labels).float().mean().item())
+
+
+def test_batchnorm_statistics_are_those_of_the_training_images() -> None:
+    images, labels = toy_data()
+    classifier = network()
+    train(classifier, images, labels, replace(CONFIG, batch_size=70, collections_per_epoch=1))
+    convolution, norm = classifier.get_submodule("backbone.model.0"), classifier.get_submodule("backbone.model.1")
+    with torch.no_grad():  # one batch of all images, without augmentation
+        hidden = convolution(images)
+    torch.testing.assert_close(norm.running_mean, hidden.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var, hidden.var((0, 2, 3)))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+    images, labels = toy_data()
+    whole = network()
+    expected = everything(whole, train(whole, images, labels, CONFIG))
+
+    def interrupt(progress: Progress) -> None:
+        if progress.epoch == stop:
+            raise Interrupted
+
+    path = tmp_path / "training.safetensors"
+    with pytest.raises(Interrupted):
+        train(network(), images, labels, CONFIG, path, interrupt)
+    torch.manual_seed(stop)  # the caller's random numbers do not matter
+    resumed = network(seed=9)
+    seen: list[Progress] = []
+    result = train(resumed, images, labels, CONFIG, path, seen.append)
+    assert [progress.epoch for progress in seen] == list(range(stop + 1, 7))
+    assert len(result.losses) == 6
+    assert_same(everything(resumed, result), expected)
+
+    again = network(seed=10)  # a finished run is not run again
+    assert_same(everything(again, train(again, images, labels, CONFIG, path, interrupt)), expected)
+
+
+def test_the_callers_random_numbers_go_on_as_before() -> None:
+    images, labels = toy_data()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(network(), images, labels, replace(CONFIG, epochs=1, swag_epochs=0))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_seeds_differ() -> None:
+    images, labels = toy_data()
+    results = []
+    for seed in (0, 0, 1):
+        classifier = network()
+        train(classifier, images, labels, replace(CONFIG, epochs=1, swag_epochs=0, seed=seed))
+        results.append(classifier.head.weight)
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:
+    images, labels = toy_data()
+    path = tmp_path / "training.safetensors"
+    config = replace(CONFIG, epochs=1, swag_epochs=0)
+    train(network(), images, labels, config, path)
+    content = path.read_bytes()
+    classifier = network()
+    before = classifier.fingerprint()
+    with pytest.raises(
+        ValueError, match=r"another training run: lr=0.05 there, 0.1 here; seed=0 there, 4 here; give the same"
+    ):
+        train(classifier, images, labels, replace(config, lr=0.1, seed=4), path)
+    with pytest.raises(ValueError, match="another training run: other images; give"):
+        train(classifier, images + 1, labels, config, path)
+    with pytest.raises(ValueError, match="another training run: other labels; give"):
+        train(classifier, images, labels.roll(1), config, path)
+    with pytest.raises(ValueError, match="another training run: 70 images there, 60 here"):
+        train(classifier, images[:60], labels[:60], config, path)
+    with pytest.raises(ValueError, match=r"another classifier: `head.bias` has shape \(3,\) there, \(4,\) here"):
+        train(network(classes=4), images, labels, config, path)
+    assert classifier.fingerprint() == before
+    assert path.read_bytes() == content
+    with pytest.raises(FileNotFoundError, match="does not exist; create it first"):
+        train(classifier, images, labels, config, tmp_path / "nowhere" / "training.safetensors")
+
+
+@pytest.mark.parametrize("lr", [1e30, 3e38])
+def test_training_that_diverges_stops_and_leaves_the_checkpoint(tmp_path: Path, lr: float) -> None:
+    images, labels = toy_data()
+    path = tmp_path / "training.safetensors"
+    contents: list[bytes] = []
+    config = replace(CONFIG, epochs=0, swag_epochs=9, swag_lr=lr, collections_per_epoch=1)
+
+    def keep(progress: Progress) -> None:
+        contents.append(path.read_bytes())
+
+    linear = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(300, 8), nn.ReLU(), nn.Linear(8, 3)))
+    text = rf"the loss became (nan|inf) in epoch 1 at learning rate {lr:g}; lower `swag_lr`".replace("+", r"\+")
+    with pytest.raises(RuntimeError, match=text):
+        train(linear, images, labels, config, path, keep)
+    assert not path.exists()
+    with pytest.raises(RuntimeError, match="the weights became NaN or infinite in epoch 1 at"):
+        train(network(), images, labels, replace(config, batch_size=100, swag_lr=math.inf), path, keep)
+    assert not path.exists()
+    with pytest.raises(RuntimeError, match="in epoch 2 at learning rate"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainConfig, "learning_rate", lambda self, epoch: 0.01 if epoch < 1 else lr)
+        train(network(), images, labels, config, path, keep)
+    assert len(contents) == 1 and path.read_bytes() == contents[0]
+
+
+def test_plain_training_has_no_posterior() -> None:
+    images, labels = toy_data()
+    seen: list[Progress] = []
+    result = train(network(), images, labels, replace(CONFIG, swag_epochs=0), progress=seen.append)
+    assert result.posterior is None
+    assert [(p.epoch, p.total_epochs, p.phase) for p in seen] == [(1, 3, "train"), (2, 3, "train"), (3, 3, "train")]
+    assert [p.loss for p in seen] == list(result.losses)
+
+
+def test_frozen_parameters_stay() -> None:
+    images, labels = toy_data()
+    classifier = network()
+    classifier.head.requires_grad_(False)
+    before = classifier.head.weight.clone()
+    train(classifier, images, labels, replace(CONFIG, swag_epochs=0))
+    assert torch.equal(classifier.head.weight, before)
+    with pytest.raises(ValueError, match="nothing to train"):
+        train(classifier.requires_grad_(False), images, labels, CONFIG)
+
+
+def test_swag_can_be_collected_around_trained_weights(tmp_path: Path) -> None:
+    images, labels = toy_data()
+    classifier = network()
+    before = classifier.head.weight.clone()
+    seen: list[Progress] = []
+    posterior = collect_swag(
+        classifier, images, labels, epochs=2, batch_size=16, checkpoint=tmp_path / "swag", progress=seen.append
+    )
+    assert [(p.phase, p.lr) for p in seen] == [("swag", 1e-4)] * 2
+    (member,) = posterior.members
+    assert torch.equal(member.mean["head.weight"], classifier.head.weight)
+    assert 0 < (classifier.head.weight - before).abs().max() < 1e-2
+    assert max(variance.max().item() for variance in member.variance.values()) > 0
+    with pytest.raises(ValueError, match="expected `epochs` to be at least 1, but got 0"):
+        collect_swag(classifier, images, labels, epochs=0)
+
+
+def test_crops_move_images_and_repeat_their_border() -> None:
+    height, width = 12, 11
+    grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")).float()
+    images = torch.cat([grid, torch.zeros(1, height, width)]).repeat(300, 1, 1, 1)
+    torch.manual_seed(0)
+    moved = augmented(images, "crop")
+    seen = set()
+    for image in moved:
+        top, left = int(image[0, 5, 5]) - 5, int(image[1, 5, 5]) - 5
+        seen.add((top, left))
+        rows = (torch.arange(height) + top).clamp(0, height - 1)
+        cols = (torch.arange(width) + left).clamp(0, width - 1)
+        assert torch.equal(image[:2], grid[:, rows][:, :, cols])
+    assert {top for top, _ in seen} == {left for _, left in seen} == set(range(-4, 5))
+    assert augmented(images, "none") is images
+    flips = (augmented(images, "crop-flip")[:, 1].diff(dim=-1).sum((1, 2)) < 0).float().mean()
+    assert 0.4 < flips < 0.6
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"epochs": -1}, "expected `epochs` to be at least 0, but got -1"),
+        ({"epochs": 0, "swag_epochs": 0}, "expected `epochs` to be at least 1, as `swag_epochs` is 0, but got 0"),
+        ({"batch_size": 0}, "expected `batch_size` to be at least 1, but got 0"),
+        ({"lr": float("nan")}, "expected `lr` to be at least 0, but got nan"),
+        ({"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
+        ({"augment": "flip"}, "expected `augment` to be one of crop-flip, crop, none, but got 'flip'"),
+        ({"swag_epochs": 1, "collections_per_epoch": 1}, "expected at least 2 collections for SWAG, but got 1"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TrainConfig(**options)  # type: ignore[arg-type]
+
+
+def test_bad_data_are_refused() -> None:
+    images, labels = toy_data()
+    classifier = network()
+    with pytest.raises(TypeError, match="expected a SplitClassifier, but got Linear"):
+        train(nn.Linear(2, 2), images, labels, CONFIG)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected tensors, but got list and Tensor"):
+        train(classifier, images.tolist(), labels, CONFIG)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"normalised images.*but got torch.uint8 of shape \(70, 3, 10, 10\)"):
+        train(classifier, images.byte(), labels, CONFIG)
+    with pytest.raises(ValueError, match=r"int64 labels of shape \(70,\).*but got torch.int64 of shape \(69,\)"):
+        train(classifier, images, labels[1:], CONFIG)
+    with pytest.raises(ValueError, match="expected labels from 0 to 2, but they go from 0 to 3"):
+        train(classifier, images, labels.clone().index_fill_(0, torch.tensor([4]), 3), CONFIG)
+    with pytest.raises(ValueError, match="expected finite images, but some of 0 to 69 have NaN"):
+        train(classifier, images.clone().index_fill_(0, torch.tensor([4]), float("nan")), labels, CONFIG)
+    with pytest.raises(ValueError, match="an epoch of 1 steps cannot collect weights 2 times"):
+        train(classifier, images, labels, replace(CONFIG, batch_size=100))

@@ -1,0 +1,506 @@
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from cafe_tta import METHODS, FeatureStats, SourceStats, data
+from cafe_tta.adapter import Adapter
+from cafe_tta.cli import app
+from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
+
+COMMANDS = ("demo", "train", "stats", "adapt", "methods")
+runner = CliRunner()
+
+
+def run(*args, code=0):
+    """Runs a command in this process; a command that fails must say why in one line."""
+    result = runner.invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    if code == 2:
+        assert re.fullmatch(r"error: .+\n", result.stderr), result.stderr
+        assert result.stdout == ""
+    return result
+
+
+def process(*args, **options):
+    source = str(Path(__file__).parent.parent / "src")
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "cafe_tta", *map(str, args)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model that was trained a little, its statistics, and a folder of noisy digits with broken files among them."""
+    root = tmp_path_factory.mktemp("made")
+    # fmt: off
+    trained = run("train", "--data", "digits:train", "--test", "digits:test", "--output", root / "model",
+                  "--epochs", 2, "--swag-epochs", 1, "--batch-size", 128)
+    grouped = run("stats", "--model", root / "model/model.safetensors", "--data", "digits:train",
+                  "--output", root / "stats.safetensors", "--full", "--histograms", root / "histograms.safetensors",
+                  "--feature-stats", root / "shard.safetensors")
+    # fmt: on
+    (root / "train.txt").write_text(trained.stdout)
+    (root / "stats.txt").write_text(grouped.stdout)
+    digits, random = data.load("digits:test"), np.random.default_rng(0)
+    for i in range(60):
+        pixels = digits.images([i])[0].astype(float) + random.normal(0, 40, (32, 32, 3))
+        path = root / "photos" / str(digits.labels[i]) / f"{i:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize((32 + i % 3, 32)).save(path)
+    (root / "photos/3/empty.png").write_bytes(b"")
+    (root / "photos/5/words.jpg").write_text("not an image")
+    return root
+
+
+def adapt(made, output, *args, code=0):
+    options = ["--model", made / "model/model.safetensors", "--data", made / "photos", "--output", output]
+    options += [] if "--stats" in args else ["--stats", made / "stats.safetensors"]
+    options += [] if "--batch-size" in args else ["--batch-size", 16]
+    return run("adapt", *options, "--shuffle", *args, code=code)
+
+
+def assert_same_tensors(first, second):
+    a, b = load_file(first), load_file(second)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def predictions(output):
+    with (output / "predictions.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# The chain
+
+
+def test_train_writes_a_model_a_posterior_and_a_report(made):
+    report = json.loads((made / "model/train.json").read_text())
+    assert report["settings"]["epochs"] == 2 and report["images"] == 901
+    assert report["classes"] == list("0123456789")
+    assert 0.2 < report["test_accuracy"] <= 1
+    assert sorted(path.name for path in (made / "model").iterdir()) == [
+        "model.safetensors",
+        "posterior.safetensors",
+        "train.json",
+    ]
+    assert "on the training images" in (made / "train.txt").read_text()
+
+
+def test_stats_tell_what_was_found(made):
+    told = (made / "stats.txt").read_text()
+    source = SourceStats.load(made / "stats.safetensors")
+    assert re.search(r"images +901\n", told) and re.search(r"features +128", told)
+    assert f"{len(source.groups)}, the widest of {source.widest_group} features" in told
+    assert re.search(r"stats\.safetensors, [\d.]+ kB: [\d.]+% of the model's 1\.2 MB", told)
+    assert source.full_cov is not None
+
+
+def test_adapt_answers_every_image_that_can_be_read(made, tmp_path):
+    result = adapt(made, tmp_path / "out")
+    rows = predictions(tmp_path / "out")
+    assert [row["file"] for row in rows] == sorted(row["file"] for row in rows) and len(rows) == 60
+    assert all(row["class"] in "0123456789" and 0.1 <= float(row["confidence"]) <= 1 for row in rows)
+    assert (tmp_path / "out/unreadable.csv").read_text().splitlines() == [
+        "file,why",
+        "3/empty.png,the file is empty",
+        "5/words.jpg,not an image of a known format",
+    ]
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    right = np.mean([row["file"].split("/")[0] == row["class"] for row in rows])
+    assert summary["accuracy"] == pytest.approx(right)
+    assert (summary["images"], summary["unreadable"], summary["steps"]) == (60, 2, 4)
+    assert summary["measured"]["images"] == 60
+    assert summary["measured"]["alignment"]["after"] < summary["measured"]["alignment"]["before"]
+    assert summary["measured"]["frechet_distance"]["before"] > 0
+    assert "60, 2 unreadable left out" in result.stdout and "Fréchet distance" in result.stdout
+    assert result.stderr == ""  # no bar where nobody watches
+    assert not (tmp_path / "out/progress").exists()
+
+
+def test_the_state_can_be_loaded_again(made, tmp_path):
+    from cafe_tta import create, models, split_classifier
+
+    adapt(made, tmp_path / "out")
+    classifier = split_classifier(models.load(made / "model/model.safetensors").model)
+    adapter = create("cafe", classifier, SourceStats.load(made / "stats.safetensors"), batch_size=16)
+    adapter.load(tmp_path / "out/state.safetensors")
+    assert adapter.counters.images == 60
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("mode", ["--online", "--offline"])
+def test_every_method_runs(name, mode, made, tmp_path):
+    needs = {
+        "histograms": ["--histograms", made / "histograms.safetensors"],
+        "posterior": ["--posterior", made / "model/posterior.safetensors"],
+        "data": ["--source-data", "digits:train"],
+    }
+    options = needs.get(METHODS[name].needs or "", [])
+    adapt(made, tmp_path / "out", "--method", name, mode, "--measure", 20, "--batch-size", 59, *options)
+    assert len(predictions(tmp_path / "out")) == 60  # the last batch is a single image
+
+
+def test_labels_never_change_an_answer(made, tmp_path):
+    (tmp_path / "flat").mkdir()
+    for path in (made / "photos").rglob("*.png"):
+        (tmp_path / "flat" / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    adapt(made, tmp_path / "classes")
+    result = adapt(made, tmp_path / "none", "--data", tmp_path / "flat")
+    assert "accuracy          unknown: no class folders or labels" in result.stdout
+    with_labels, without = predictions(tmp_path / "classes"), predictions(tmp_path / "none")
+    # 5/words.jpg is not among the flat ones: the order of the images differs, so most answers, not all, agree.
+    assert np.mean([a["class"] == b["class"] for a, b in zip(with_labels, without, strict=True)]) > 0.8
+
+
+def test_threads_that_read_ahead_change_nothing(made, tmp_path):
+    adapt(made, tmp_path / "one")
+    adapt(made, tmp_path / "two", "--workers", 2)
+    assert (tmp_path / "one/predictions.csv").read_bytes() == (tmp_path / "two/predictions.csv").read_bytes()
+
+
+def test_without_the_whole_covariance_the_frechet_distance_is_said_to_be_unknown(made, tmp_path):
+    run("stats", "--merge", made / "shard.safetensors", "--output", tmp_path / "s.safetensors", "--num-groups", 7)
+    assert len(SourceStats.load(tmp_path / "s.safetensors").groups) == 7
+    result = adapt(made, tmp_path / "out", "--stats", tmp_path / "s.safetensors")
+    assert "unknown: the statistics were made without --full" in result.stdout
+
+
+def test_shards_merge_into_the_whole(made, tmp_path):
+    halves = tmp_path / "halves"
+    digits = data.load("digits:train")
+    for number, part in enumerate(np.array_split(np.arange(len(digits)), 2)):
+        (halves / str(number)).mkdir(parents=True)
+        np.save(halves / str(number) / "images.npy", digits.images(part))
+        # fmt: off
+        run("stats", "--model", made / "model/model.safetensors", "--data", f"arrays:{halves / str(number)}",
+            "--feature-stats", tmp_path / f"{number}.safetensors")
+        # fmt: on
+    merged = tmp_path / "merged.safetensors"
+    run("stats", "--merge", tmp_path / "0.safetensors", tmp_path / "1.safetensors", "--output", merged)
+    np.testing.assert_allclose(SourceStats.load(merged).mean, FeatureStats.load(made / "shard.safetensors").mean)
+
+
+def test_a_limit_is_drawn_from_all_classes(made, tmp_path):
+    model = made / "model/model.safetensors"
+    result = run("stats", "--model", model, "--data", "digits:train", "--output", tmp_path / "s", "--limit", 50)
+    assert re.search(r"images +50\n", result.stdout)
+
+
+def test_images_that_come_class_by_class_are_remarked_on(made, tmp_path):
+    result = adapt(made, tmp_path / "out", "--no-shuffle")
+    assert result.stderr == "note: the images come class by class, which misleads every method; --shuffle mixes them\n"
+
+
+# Stopping and going on
+
+
+class PowerCut(BaseException):
+    pass
+
+
+# 60 images in batches of 16: 4 batches online; 4 that adapt and 4 that answer offline. Saved after every second one.
+@pytest.mark.parametrize(("mode", "batches"), [("--online", 1), ("--online", 3), ("--offline", 3), ("--offline", 7)])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_end(mode, batches, made, tmp_path, monkeypatch):
+    left = batches
+
+    def cut_off(method):
+        def called(self, images):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise PowerCut
+            return method(self, images)
+
+        return called
+
+    options = (tmp_path / "cut", mode, "--save-every", 2, "--measure", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapter, "forward", cut_off(Adapter.forward))
+        patch.setattr(Adapter, "predict", cut_off(Adapter.predict))
+        with pytest.raises(PowerCut):
+            adapt(made, *options)
+    if batches > 1:
+        adapt(made, *options, code=2)  # neither anew nor on, unless asked
+        adapt(made, *options, "--resume")
+    else:
+        adapt(made, *options)  # nothing was saved yet
+    adapt(made, tmp_path / "whole", mode)
+    for name in ("predictions.csv", "unreadable.csv"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
+    assert_same_tensors(tmp_path / "whole/state.safetensors", tmp_path / "cut/state.safetensors")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_process_that_is_stopped_goes_on_to_the_same_end(number, code, made, tmp_path):
+    def arguments(output):
+        # fmt: off
+        return ("adapt", "--model", made / "model/model.safetensors", "--stats", made / "stats.safetensors",
+                "--data", made / "photos", "--output", output, "--batch-size", 2, "--save-every", 1, "--measure", 0,
+                "--no-shuffle")
+        # fmt: on
+
+    running = process(*arguments(tmp_path / "cut"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "cut/progress/progress.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == code, stderr
+    if number != signal.SIGKILL:
+        assert re.search(r"^interrupted: \d+% done and saved; the same command with --resume goes on$", stderr, re.M)
+        assert "Traceback" not in stderr
+    run(*arguments(tmp_path / "cut"), "--resume")
+    run(*arguments(tmp_path / "whole"))
+    assert (tmp_path / "cut/predictions.csv").read_bytes() == (tmp_path / "whole/predictions.csv").read_bytes()
+
+
+def test_a_run_is_not_taken_up_with_other_options(made, tmp_path, monkeypatch):
+    def stop(job, position):
+        save(job, position)
+        raise PowerCut
+
+    from cafe_tta.cli import run as module
+
+    save = module._save
+    monkeypatch.setattr(module, "_save", stop)
+    with pytest.raises(PowerCut):
+        adapt(made, tmp_path / "out", "--save-every", 1)
+    monkeypatch.undo()
+    result = adapt(made, tmp_path / "out", "--resume", "--seed", 5, code=2)
+    assert "begun differently: seed=0 there, 5 now" in result.stderr
+    assert "--resume goes on with it" in adapt(made, tmp_path / "out", code=2).stderr
+    adapt(made, tmp_path / "out", "--overwrite", "--seed", 5)
+
+
+def test_finished_results_are_not_replaced_unasked(made, tmp_path):
+    adapt(made, tmp_path / "out")
+    (tmp_path / "out/progress").mkdir()
+    for name in ("mine.txt", "progress/mine.txt"):
+        (tmp_path / "out" / name).write_text("keep me")
+    assert "--overwrite replaces them" in adapt(made, tmp_path / "out", code=2).stderr
+    adapt(made, tmp_path / "out", "--overwrite", "--set", "lr=0.01")
+    assert json.loads((tmp_path / "out/summary.json").read_text())["options"]["lr"] == 0.01
+    assert (tmp_path / "out/mine.txt").exists() and (tmp_path / "out/progress/mine.txt").exists()
+
+
+def small_training(output, *args):
+    # fmt: off
+    return ("train", "--data", "digits:test", "--output", output, "--epochs", 3, "--swag-epochs", 0,
+            "--batch-size", 256, *args)
+    # fmt: on
+
+
+def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
+    from cafe_tta.cli import train as module
+    from cafe_tta.source.train import train
+
+    def stopped(*args):
+        def interrupt(report):
+            raise KeyboardInterrupt
+
+        return train(*args[:-1], interrupt)
+
+    run(*small_training(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_classifier", stopped)
+        result = run(*small_training(tmp_path / "cut"), code=130)
+    assert result.stderr == "interrupted: 1 epochs of 3 are saved; the same command goes on\n"
+    result = run(*small_training(tmp_path / "cut"))
+    assert result.stderr.startswith("going on after epoch 1 of 3")
+    assert_same_tensors(tmp_path / "whole/model.safetensors", tmp_path / "cut/model.safetensors")
+    again = run(*small_training(tmp_path / "cut"))
+    assert again.stderr.startswith("nothing to do:") and "accuracy" in again.stdout
+    other = run(*small_training(tmp_path / "cut", "--lr", 0.5), code=2)
+    assert "lr=0.1 there, 0.5 now" in other.stderr
+
+
+# Errors
+
+
+def test_errors_are_one_line(made, tmp_path):
+    model, out = made / "model/model.safetensors", tmp_path / "out"
+    stats, photos = made / "stats.safetensors", made / "photos"
+    (tmp_path / "broken.safetensors").write_bytes(stats.read_bytes()[:-9])
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk/1.png").write_bytes(b"")
+    common = ("adapt", "--model", model, "--output", out)
+    cases = [
+        ((*common, "--data", photos), "cafe needs --stats FILE; make them with: cafe-tta stats"),
+        ((*common, "--data", photos, "--method", "fr"), "fr needs --histograms FILE"),
+        ((*common, "--data", photos, "--method", "bacs"), "bacs needs --posterior FILE"),
+        ((*common, "--data", photos, "--method", "dann"), "dann is no test-time adaptation"),
+        ((*common, "--data", photos, "--method", "caffe"), "did you mean 'cafe'?"),
+        ((*common, "--data", photos, "--stats", tmp_path / "none"), "no file at"),
+        ((*common, "--data", photos, "--stats", tmp_path / "broken.safetensors"), "not a whole safetensors file"),
+        ((*common, "--data", photos, "--stats", model), "expected a source-stats file"),
+        ((*common, "--data", tmp_path / "none", "--stats", stats), "no folder at"),
+        ((*common, "--data", tmp_path / "junk", "--stats", stats), "none of the 1 images could be read"),
+        ((*common, "--data", photos, "--stats", stats, "--set", "learningrate=1"), "did you mean 'lr'?; options: "),
+        ((*common, "--data", photos, "--stats", stats, "--set", "lr=fast"), "expected 'lr' to be a number"),
+        ((*common, "--data", photos, "--stats", stats, "--set", "lr=-1"), "expected `lr` to be at least 0"),
+        ((*common, "--data", photos, "--stats", stats, "--preset", "cifr"), "cafe has no preset 'cifr'"),
+        ((*common, "--data", photos, "--stats", stats, "--device", "cdua"), "did you mean 'cuda'?"),
+        ((*common, "--data", photos, "--stats", stats, "--mean", "1,2"), "expected --mean to be three numbers"),
+        ((*common, "--data", photos, "--stats", stats, "--resume"), "no stopped run"),
+        (("adapt", "--data", photos), "Missing option '--model'; see cafe-tta adapt --help"),
+        (("stats", "--model", "timm:resnet26", "--data", "digits", "--output", out), "random weights"),
+        (("stats", "--model", model, "--data", "digits"), "expected --output FILE"),
+        (("stats", "--merge", "--output", out), "expected --merge with shard files"),
+        (("stats", "--model", model, "--data", "digits", "--output", out / "no/x"), "does not exist; create it first"),
+        (
+            ("stats", "--model", model, "--data", "digits", "--output", out, "--num-groups", 999),
+            "expected `num_groups` between 1 and",
+        ),
+        (("train", "--data", tmp_path / "junk", "--output", out), "has no class folders and no labels"),
+        (("train", "--data", "digits", "--output", out, "--augment", "flip"), "expected `augment` to be one of"),
+        (("methods", "tnet"), "did you mean 'tent'?"),
+        (("methds",), "Did you mean 'methods'?; see cafe-tta --help"),
+    ]
+    for args, words in cases:
+        result = run(*args, code=2)
+        assert words in result.stderr, (args, result.stderr)
+
+
+def test_debug_shows_where_an_error_comes_from():
+    result = runner.invoke(app, ["--debug", "methods", "tnet"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith("error: unknown method")
+
+
+def test_a_classifier_with_other_weights_is_refused(made, tmp_path):
+    run(*small_training(tmp_path / "other", "--epochs", 1))
+    result = adapt(made, tmp_path / "out", "--model", tmp_path / "other/model.safetensors", code=2)
+    assert "do not belong to this classifier" in result.stderr
+
+
+# What is told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    told = run(command, "--help").stdout
+    assert f"Usage: cafe-tta {command}" in told and len(told.splitlines()) > 8
+
+
+def test_the_help_tells_the_four_steps_in_order():
+    told = run("--help").stdout
+    places = [told.index(words) for words in ("1. A model", "2. Its statistics", "3. Adapt", "4. Look")]
+    assert places == sorted(places)
+    assert run().stdout.strip() == told.strip()
+
+
+def test_the_version_is_told():
+    assert re.fullmatch(r"cafe-tta \d+\.\d+\.\d+\S*\n", run("--version").stdout)
+
+
+def test_methods_are_listed_with_what_they_need():
+    told = run("methods").stdout
+    for name, kind in METHODS.items():
+        assert re.search(rf"^{name} +{kind.needs or 'nothing'} ", told, re.M)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_a_method_is_told(name):
+    described = json.loads(run("methods", name, "--json").stdout)
+    told = run("methods", name).stdout
+    for option in described["options"]:
+        assert option["name"] in told
+    assert list(described["presets"]) == list(METHODS[name].presets)
+    assert json.loads(run("methods", "--json").stdout)[name] == described
+
+
+def test_options_are_told_with_the_comment_beside_them():
+    meanings = {option.name: option.meaning for option in option_help(METHODS["cafe"].Config)}
+    assert "BatchNorm" in meanings["normalisation"] and "ε" in meanings["eigenvalue_floor"]
+    assert "earlier batches" in meanings["memory"]
+
+
+def test_the_demo_is_started_with_its_seeds(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("cafe_tta.bench.demo.main", lambda *a, **k: calls.append((a, k)), raising=False)
+    run("demo", "--output", tmp_path, "--seeds", 2)
+    assert calls == [((tmp_path, range(2)), {"quiet": True})]
+
+
+def test_importing_the_package_loads_no_command_line():
+    code = "import sys, cafe_tta; print([m for m in ('typer', 'rich', 'timm', 'torchvision') if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_a_pipe_that_closes_early_is_no_error():
+    running = process("methods", "--json")
+    running.stdout.close()
+    assert "Traceback" not in running.stderr.read()
+    running.wait(30)
+    running.stderr.close()
+
+
+# Options as text
+
+values = {
+    int: st.integers(-(10**9), 10**9),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: st.text(alphabet="ab =,0.", max_size=8),
+}
+
+
+@given(st.sampled_from(sorted(values, key=str)).flatmap(lambda kind: st.tuples(st.just(kind), values[kind])))
+def test_a_value_comes_back_from_its_text(pair):
+    kind, value = pair
+    assert parse_value("x", str(value), kind) == value
+    if kind is not str:
+        assert parse_value("x", str(value), kind | None) == value
+        assert parse_value("x", "None", kind | None) is None
+
+
+@given(st.text(max_size=30), st.sampled_from(sorted(METHODS)))
+def test_any_text_is_a_setting_or_an_error_that_says_why(text, name):
+    try:
+        parse_settings(name, [text])
+    except ValueError as error:
+        assert re.search("expected|has no option", str(error))
+
+
+@given(st.text(max_size=12))
+def test_no_text_gets_past_the_type_of_an_option(text):
+    try:
+        value = parse_value("x", text, int | None)
+    except ValueError as error:
+        assert f"expected 'x' to be a whole number or none, but got {text!r}" in str(error)
+    else:
+        assert value is None or isinstance(value, int)
+
+
+@pytest.mark.parametrize("text", ["lr=nan", "lr=inf", "lr", "=1", "lr=1 2", "memory=maybe", "min_batch=1.5"])
+def test_bad_settings_are_refused(text):
+    with pytest.raises(ValueError, match="expected"):
+        parse_settings("cafe", [text])
+
+
+def test_an_option_is_given_once():
+    with pytest.raises(ValueError, match="given twice"):
+        parse_settings("cafe", ["lr=1", "lr=2"])
+
+
+def test_a_preset_and_settings_add_up():
+    config = configuration("cafe", "cifar-online", ["lr=0.5", "optimizer=adam"])
+    assert (config.answer, config.samples_per_dim, config.lr, config.optimizer) == ("after-eval", 0, 0.5, "adam")
