@@ -431,13 +431,6 @@ def test_options_are_told_with_the_comment_beside_them():
     assert "earlier batches" in meanings["memory"]
 
 
-def test_the_demo_is_started_with_its_seeds(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr("cafe_tta.bench.demo.main", lambda *a, **k: calls.append((a, k)), raising=False)
-    run("demo", "--output", tmp_path, "--seeds", 2)
-    assert calls == [((tmp_path, range(2)), {"quiet": True})]
-
-
 def test_importing_the_package_loads_no_command_line():
     code = "import sys, cafe_tta; print([m for m in ('typer', 'rich', 'timm', 'torchvision') if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}

@@ -518,3 +518,15 @@ def test_entropy_agrees_with_numpy_and_does_not_overflow():
     expected = -(probabilities * np.log(probabilities)).sum(1)
     np.testing.assert_allclose(cafe.losses.entropy(logits).numpy(), expected)
     assert torch.isfinite(cafe.losses.entropy(torch.tensor([[1e4, -1e4]]))).all()
+
+
+def test_tent_answers_a_single_image_whose_feature_map_is_one_pixel():
+    """Nothing to normalise with: the source's statistics serve, for this image only."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)).eval()
+    images = torch.randn(6, 3, 8, 8)
+    adapter = cafe.create("tent", cafe.split_classifier(network))
+    torch.testing.assert_close(adapter(images[:1]), network(images[:1]).detach())
+    assert "min_batch" in adapter.report.reason and adapter.classifier.backbone.model[1].running_mean is None
+    adapter(images)
+    assert adapter.report.stepped

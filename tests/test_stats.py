@@ -289,3 +289,9 @@ def test_histograms_leave_dead_units_out(source):
     adapter = cafe.create("fr", classifier, histograms)
     adapter(source.corrupted)
     assert adapter.report.stepped
+
+
+def test_the_same_content_makes_the_same_file(source, tmp_path):
+    for name in ("one", "two"):
+        source.needs["stats"].save(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

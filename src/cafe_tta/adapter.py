@@ -1,6 +1,7 @@
 """The adapter: a classifier that adapts while it answers. `adapter(images)` and `adapter.reset()` are all of it."""
 
 import copy
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class StepConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.lr >= 0, "lr", "at least 0", self.lr)
+        _require(0 <= self.lr < math.inf, "lr", "at least 0 and finite", self.lr)
         _require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1", self.momentum)
         _choose(self.optimizer, "optimizer", ("sgd", "adam"))
         _choose(self.parameters, "parameters", ("all", "norm"))

@@ -83,6 +83,10 @@ class Preprocessing:
         if self.resize is None:
             return np.asarray(picture.resize((self.size, self.size), Image.Resampling.BILINEAR))
         short = min(picture.size)
+        if max(picture.size) > 8 * short:  # a strip would grow to gigabytes, of which only the middle is used
+            (w, h), kept = picture.size, 8 * short
+            left, top = max(0, (w - kept) // 2), max(0, (h - kept) // 2)
+            picture = picture.crop((left, top, min(w, left + kept), min(h, top + kept)))
         width, height = (self.resize * side // short for side in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BILINEAR)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
@@ -372,7 +376,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise FileNotFoundError(f"no file at {path}; expected a safetensors file with a model's weights")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            if "kind" not in (file.metadata() or {}):
+            if storage.HEADER not in (file.metadata() or {}):
                 return {name: file.get_tensor(name) for name in file.keys()}, {}  # noqa: SIM118 - not a dict
     except safetensors.SafetensorError as error:
         raise storage.StorageError(f"{path} is not a whole safetensors file ({error})") from error

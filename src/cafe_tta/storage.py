@@ -17,6 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+HEADER = "cafe-tta"  # where a file says what it is
+
 
 class StorageError(ValueError):
     """A file cannot be used: it is missing, damaged, of another kind or of another version."""
@@ -31,8 +33,9 @@ def write(path: str | os.PathLike[str], kind: str, version: int, tensors: Mappin
     # safetensors refuses tensors that share memory or have gaps: every tensor gets memory of its own.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(meta, sort_keys=True)
-    header = {"kind": kind, "version": str(version), "meta": text, "sha256": _checksum(plain, kind, version, text)}
-    content = safetensors.torch.save(plain, metadata=header)
+    header = {"kind": kind, "version": version, "meta": text, "sha256": _checksum(plain, kind, version, text)}
+    # One value, because safetensors writes several in random order: the same content makes the same file.
+    content = safetensors.torch.save(plain, metadata={HEADER: json.dumps(header)})
     write_bytes(path, content)
     return len(content)
 
@@ -67,14 +70,14 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[st
         raise FileNotFoundError(f"no file at {path}; expected {_article(kind)} file")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = _header(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except safetensors.SafetensorError as error:
         raise StorageError(f"{path} is not a whole safetensors file ({error}); restore or make it again") from error
     if header.get("kind") != kind:
         found = repr(header["kind"]) if "kind" in header else "no kind at all (a file of plain weights?)"
         raise StorageError(f"{path}: expected {_article(kind)} file, but it holds {found}")
-    if header.get("version") != str(version):
+    if header.get("version") != version:
         raise StorageError(
             f"{path}: {kind} format version {header.get('version')}, but this release reads version {version}; "
             "make the file again with this release"
@@ -92,6 +95,14 @@ def tensor_digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(repr(tuple(values.shape)).encode())
     digest.update(_bytes(values))
     return digest.hexdigest()[:16]
+
+
+def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        header = json.loads((metadata or {}).get(HEADER, "{}"))
+    except ValueError:
+        return {}
+    return header if isinstance(header, dict) else {}
 
 
 def _checksum(tensors: Mapping[str, Tensor], kind: str, version: int, text: str) -> str:

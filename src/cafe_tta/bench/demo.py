@@ -26,7 +26,7 @@ ARCHITECTURE = "cafe:digits-resnet"
 TRAINING = TrainConfig(epochs=12, swag_epochs=4, batch_size=64, lr=0.1, swag_lr=0.01, augment="crop")
 NUM_GROUPS = 8  # for 128 features, as many dimensions a group as 128 groups give 2048 features
 SEVERITY = 5
-COPIES = 4  # times that each of the 896 test images comes, each time with another corruption
+COPIES = 6  # times that each of the 896 test images comes, each time with another corruption
 
 Say = Callable[[str], None]
 Advance = Callable[[int], None]

@@ -19,12 +19,8 @@ from cafe_tta.stats import SourceStats
 @dataclass(frozen=True)
 class CAFeConfig(StepConfig):
     eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
-    samples_per_dim: float = (
-        2.0  # samples that a group of d dimensions wants, over d; 0: the batch as it is (the paper)
-    )
-    memory: bool = (
-        True  # a batch with fewer is completed by the moments of earlier batches, before source samples are used
-    )
+    samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; 0: any will do (the paper)
+    memory: bool = True  # what a batch lacks is taken from earlier batches first, then from the source
 
     def __post_init__(self) -> None:
         super().__post_init__()

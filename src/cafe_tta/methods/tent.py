@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import losses
 from cafe_tta.adapter import GradientAdapter, StepConfig
@@ -22,8 +23,9 @@ class Tent(GradientAdapter):
     """Mean entropy of the predictions. Needs nothing from the source domain.
 
     With normalisation="batch", BatchNorm layers forget their running statistics and normalise with the batch in every
-    mode, as the original does: an evaluation of Tent depends on the evaluation's batches. A classifier without
-    BatchNorm has the weights and biases of its other normalisation layers moved.
+    mode, as the original does: an evaluation of Tent depends on its batches. Only batches smaller than `min_batch`
+    are answered with the source's statistics. A classifier without BatchNorm has the weights and biases of its other
+    normalisation layers moved.
     """
 
     name = "tent"
@@ -43,10 +45,25 @@ class Tent(GradientAdapter):
 
     def prepare(self, source: Any) -> None:
         super().prepare(source)
+        self._statistics: list[tuple[_BatchNorm, Tensor, Tensor]] = []
         if self.config.normalisation == "batch":
             for layer in self.normaliser.layers:
+                if layer.running_mean is not None and layer.running_var is not None:
+                    self._statistics.append((layer, layer.running_mean, layer.running_var))
                 layer.track_running_stats = False
                 layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if len(images) >= self.config.min_batch:
+            return super().features_and_logits(images)
+        # Too few to normalise with: a single image has no variance where its feature map is one pixel.
+        for layer, mean, var in self._statistics:
+            layer.running_mean, layer.running_var = mean.to(layer.weight), var.to(layer.weight)
+        try:
+            return super().features_and_logits(images)
+        finally:
+            for layer, _, _ in self._statistics:
+                layer.running_mean = layer.running_var = None
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         return losses.entropy(logits).mean()

@@ -1,0 +1,112 @@
+"""Streams and runs: the right images, the right count of hits, the right distances."""
+
+import numpy as np
+import pytest
+import torch
+
+import cafe_tta as cafe
+from cafe_tta import corruptions, data, models
+from cafe_tta.bench import protocols
+from cafe_tta.bench import stream as stream_module
+from cafe_tta.bench.run import Reference, run
+from cafe_tta.bench.stream import Stream
+from cafe_tta.gaussians import SourceGaussians
+
+PREPROCESSING = models.Preprocessing(size=32, mean=(0.3, 0.3, 0.3), std=(0.35, 0.35, 0.35))
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.load("digits:test")
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    torch.manual_seed(0)
+    return cafe.split_classifier(models.build("cafe:digits-resnet", num_classes=10).eval())
+
+
+def mixed(digits, seed=0, limit=60):
+    (episode,) = protocols.all_mixed(len(digits), corruptions.NAMES, (5,), seed, limit=limit)
+    return Stream(digits, episode, PREPROCESSING)
+
+
+def test_stream_gives_each_image_with_its_corruption_and_label(digits):
+    stream = mixed(digits)
+    (batch,) = stream.batches(100)
+    for position in range(len(stream)):
+        number = int(stream.episode.images[position])
+        domain = stream.episode.domains[stream.episode.domain_of[position]]
+        image = corruptions.corrupt(
+            digits.images([number]), domain.corruption, severity=5, seed=0, preset="cifar", indices=[number]
+        )
+        assert torch.equal(batch.images[position], PREPROCESSING(image)[0])
+        assert batch.labels[position] == digits.labels[number]
+
+
+def test_stream_is_the_same_in_other_batches_and_when_it_is_too_large_to_keep(digits, monkeypatch):
+    whole = torch.cat([batch.images for batch in mixed(digits).batches(60)])
+    parts = torch.cat([batch.images for batch in mixed(digits).batches(7)])
+    monkeypatch.setattr(stream_module, "LARGEST_IN_MEMORY", 0)
+    streamed = torch.cat([batch.images for batch in mixed(digits).batches(13)])
+    assert torch.equal(whole, parts) and torch.equal(whole, streamed)
+
+
+def test_clean_episode_is_not_corrupted(digits):
+    (episode,) = protocols.clean(len(digits), limit=9)
+    (batch,) = Stream(digits, episode, PREPROCESSING).batches(9)
+    assert torch.equal(batch.images, PREPROCESSING(digits.images(episode.images.tolist())))
+
+
+def test_run_counts_by_hand(digits, classifier):
+    """Online, offline, overall and by corruption, against a loop."""
+    stream = mixed(digits)
+    for mode in ("online", "offline"):
+        adapter = cafe.create("adabn", classifier, batch_size=20)
+        outcome = run(adapter, stream, mode)
+        twin = cafe.create("adabn", classifier)
+        online = [twin(batch.images).argmax(1) == batch.labels for batch in stream.batches(20)]
+        offline = [twin.predict(batch.images).argmax(1) == batch.labels for batch in stream.batches(256)]
+        hits = torch.cat(online if mode == "online" else offline)
+        assert torch.equal(outcome.hits, hits)
+        assert outcome.accuracy == pytest.approx(hits.double().mean().item())
+        for name, value in outcome.by_domain.items():
+            own = [i for i in range(60) if str(stream.episode.domains[stream.episode.domain_of[i]]) == name]
+            assert value == pytest.approx(np.mean([hits[i].item() for i in own]))
+        assert outcome.images == 60 and outcome.steps == 3 and outcome.seconds > 0
+
+
+def test_run_measures_the_distance_of_the_adapted_features(digits, classifier):
+    train = data.load("digits:train")
+    images = PREPROCESSING(train.images(range(200)))
+    stats = cafe.FeatureStats.fit(classifier, [images])
+    source = stats.group(8)
+    reference = Reference(stats, SourceGaussians(source, 1e-3))
+    stream = mixed(digits)
+    outcome = run(cafe.create("source", classifier), stream, "offline", reference)
+    with torch.no_grad():
+        features = torch.cat([classifier.backbone(batch.images) for batch in stream.batches(60)])
+    theirs = cafe.FeatureStats.from_features(features)
+    assert outcome.frechet == pytest.approx(
+        cafe.metrics.frechet_distance(theirs.mean, theirs.cov, stats.mean, stats.cov), rel=1e-6
+    )
+    assert outcome.alignment == pytest.approx(cafe.losses.alignment(features, source, 1e-3).item(), rel=1e-5)
+
+
+def test_labels_never_reach_the_adapter(digits, classifier):
+    """Other labels, same answers: hits change, the adapted weights do not."""
+    stream, other = mixed(digits), mixed(digits)
+    other._labels = (other._labels + 1) % 10
+    weights = []
+    for each in (stream, other):
+        adapter = cafe.create("infomax", classifier, batch_size=20)
+        run(adapter, each, "online")
+        weights.append(adapter.state())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_set_without_labels_is_refused(classifier):
+    images = data.ArraySet("mine", np.zeros((5, 32, 32, 3), dtype=np.uint8), None, None)
+    (episode,) = protocols.clean(5)
+    with pytest.raises(ValueError, match="mine has no labels: there is nothing to measure an accuracy with"):
+        Stream(images, episode, PREPROCESSING)
