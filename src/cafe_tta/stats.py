@@ -104,6 +104,10 @@ class FeatureStats:
         covs = tuple(self.cov[dims][:, dims] for dims in groups)
         return SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
 
+    def check_belongs_to(self, classifier: SplitClassifier) -> None:
+        """Refuses a classifier other than the one whose features these are, and says what differs."""
+        check_belongs_to("feature statistics", len(self.mean), self.meta, classifier)
+
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
         meta = {**self.meta, "count": self.count}

@@ -1,25 +1,29 @@
 """The demonstration, really run, on less of everything."""
 
-import json
 from dataclasses import replace
 
 from typer.testing import CliRunner
 
 import cafe_tta as cafe
-from cafe_tta.bench import demo
+from cafe_tta.bench import source_side
+from cafe_tta.bench.experiments import BASES
+from cafe_tta.bench.records import read
 from cafe_tta.cli.app import app
 
 
 def test_demo_compares_every_method_and_draws_a_picture(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "TRAINING", replace(demo.TRAINING, epochs=2, swag_epochs=1))
-    monkeypatch.setattr(demo, "COPIES", 1)
-    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo"), "--seeds", "1"])
+    training = replace(source_side.DIGITS_TRAINING, epochs=2, swag_epochs=1)
+    monkeypatch.setattr(source_side, "DIGITS_TRAINING", training)
+    monkeypatch.setitem(BASES, "digits", replace(BASES["digits"], copies=1))
+    arguments = ["demo", "--output", str(tmp_path / "demo"), "--seeds", "1"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    numbers = json.loads((tmp_path / "demo" / "results.json").read_text())
-    assert list(numbers["methods"]) == list(cafe.METHODS)
-    for name, values in numbers["methods"].items():
-        assert name in result.stdout and f"{100 * values['accuracy'][0]:.2f}" in result.stdout
-        assert values["frechet"][0] > 0 and len(values["by_corruption"][0]) == 15
-    assert numbers["clean_accuracy"] > 0.5  # two epochs have taught it something
+    records = read(tmp_path / "demo" / "records.jsonl")
+    assert [record["method"] for record in records] == list(cafe.METHODS)
+    for record in records:
+        assert record["method"] in result.stdout and f"{100 * record['accuracy']:.2f}" in result.stdout
+        assert record["frechet_after"] > 0 and len(record["by_domain"]) == 15
+    again = CliRunner().invoke(app, arguments)
+    assert again.stdout == result.stdout and len(read(tmp_path / "demo" / "records.jsonl")) == len(records)
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 20_000
     assert (tmp_path / "demo" / "demo.svg").read_text().startswith("<?xml")

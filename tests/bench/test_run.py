@@ -81,7 +81,7 @@ def test_run_measures_the_distance_of_the_adapted_features(digits, classifier):
     images = PREPROCESSING(train.images(range(200)))
     stats = cafe.FeatureStats.fit(classifier, [images])
     source = stats.group(8)
-    reference = Reference(stats, SourceGaussians(source, 1e-3))
+    reference = Reference(cafe.metrics.FrechetReference(stats.mean, stats.cov), SourceGaussians(source, 1e-3))
     stream = mixed(digits)
     outcome = run(cafe.create("source", classifier), stream, "offline", reference)
     with torch.no_grad():

@@ -9,18 +9,19 @@ import numpy as np
 from cafe_tta import corruptions
 
 if TYPE_CHECKING:
-    from cafe_tta.bench.demo import Demo, MethodResult
+    from cafe_tta.bench.demo import MethodResult
+    from cafe_tta.data import ImageSet
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREY, GREEN = "#0072B2", "#D55E00", "#7F7F7F", "#009E73"
 
 
-def draw_demo(demo: "Demo", results: "Sequence[MethodResult]", output: Path) -> list[Path]:
+def draw_demo(images: "ImageSet", results: "Sequence[MethodResult]", output: Path) -> list[Path]:
     """Accuracy and Fréchet distance of every method, and the corrupted digits, as PNG and SVG."""
     pyplot = _pyplot()
     figure = pyplot.figure(figsize=(10, 6.4), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=[1, 3.2])
-    _draw_samples(figure.add_subplot(grid[0, :]), demo)
+    _draw_samples(figure.add_subplot(grid[0, :]), images)
     names = [result.name for result in results]
     rows = np.arange(len(results))[::-1]
     colours = [_colour(name) for name in names]
@@ -33,7 +34,7 @@ def draw_demo(demo: "Demo", results: "Sequence[MethodResult]", output: Path) -> 
     accuracy.set_ylim(-0.6, len(results) - 0.3)
     accuracy.grid(axis="x", color="0.9")
     accuracy.set_axisbelow(True)
-    accuracy.set_xlabel(f"accuracy on mixed corruptions, % (mean ± std of {len(results[0].outcomes)} seeds)")
+    accuracy.set_xlabel(f"accuracy on mixed corruptions, % (mean ± std of {len(results[0].records)} seeds)")
     distance = figure.add_subplot(grid[1, 1], sharey=accuracy)
     frechet = [result.frechet for result in results]
     distance.barh(rows, frechet, color=colours, height=0.7)
@@ -51,8 +52,8 @@ def draw_demo(demo: "Demo", results: "Sequence[MethodResult]", output: Path) -> 
     return paths
 
 
-def _draw_samples(axes: Any, demo: "Demo") -> None:
-    clean = demo.test.images([3])
+def _draw_samples(axes: Any, images: "ImageSet") -> None:
+    clean = images.images([3])
     tiles = [clean[0], *(corruptions.corrupt(clean, name, severity=5, seed=0)[0] for name in corruptions.NAMES)]
     gap = np.full((32, 2, 3), 255, dtype=np.uint8)
     axes.imshow(np.concatenate([part for tile in tiles for part in (tile, gap)][:-1], axis=1), interpolation="nearest")

@@ -32,7 +32,11 @@ class Setting:
 
 
 _CIFAR = Setting("timm:resnet26", 10_000, 15, (5,))
-SETTINGS = {"cifar10": _CIFAR, "cifar100": _CIFAR, "imagenet": Setting("torchvision:resnet50", 50_000, 15, (1, 2, 3, 4, 5))}
+SETTINGS = {
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "imagenet": Setting("torchvision:resnet50", 50_000, 15, (1, 2, 3, 4, 5)),
+}
 
 # Table 1, with the row of DANN from the appendix's table of unsupervised domain adaptation.
 _OFFLINE = """

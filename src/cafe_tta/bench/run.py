@@ -12,7 +12,7 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.bench.stream import Stream
 from cafe_tta.gaussians import SourceGaussians
 from cafe_tta.losses import alignment
-from cafe_tta.metrics import frechet_distance
+from cafe_tta.metrics import FrechetReference
 from cafe_tta.stats import FeatureStats
 
 Mode = Literal["online", "offline"]
@@ -26,6 +26,7 @@ class Outcome:
     accuracy: float  # share of images answered right
     by_domain: dict[str, float]
     hits: Tensor  # (n,) bool, in the order of the stream
+    online_hits: Tensor  # (n,) bool: of the answers given while adapting
     seconds: float  # of adapting and answering; making the images is not counted
     images: int
     steps: int
@@ -42,8 +43,8 @@ class Outcome:
 class Reference:
     """What the features of a run are compared with. Made once for a classifier."""
 
-    stats: FeatureStats
-    gaussians: SourceGaussians | None = None
+    frechet: FrechetReference
+    gaussians: SourceGaussians
 
 
 def run(
@@ -59,32 +60,31 @@ def run(
     in evaluation mode. `advance` is told how many images were dealt with.
     """
     adapter.reset()
-    hits, seconds = [], 0.0
+    online, seconds = [], 0.0
     for batch in stream.batches(adapter.config.batch_size):
         start = time.perf_counter()
         logits = adapter(batch.images)
         seconds += time.perf_counter() - start
-        hits.append(logits.argmax(1) == batch.labels)
+        online.append(logits.argmax(1) == batch.labels)
         advance(len(batch.images))
+    offline = []
     frechet = aligned = None
     if mode == "offline" or reference is not None:
         features = []
-        again = []
         for batch in stream.batches(EVALUATION_BATCH):
             start = time.perf_counter()
             found, logits = adapter.features_and_logits(batch.images)
             seconds += (time.perf_counter() - start) if mode == "offline" else 0.0
             features.append(found)
-            again.append(logits.argmax(1) == batch.labels)
-            advance(len(batch.images))
-        hits = again if mode == "offline" else hits
+            offline.append(logits.argmax(1) == batch.labels)
         if reference is not None:
             frechet, aligned = _distances(torch.cat(features), reference)
-    right = torch.cat(hits)
+    right = torch.cat(offline if mode == "offline" else online)
     return Outcome(
         accuracy=right.double().mean().item(),
         by_domain=_by_domain(right, stream),
         hits=right,
+        online_hits=torch.cat(online),
         seconds=seconds,
         images=len(stream),
         steps=adapter.counters.steps,
@@ -100,9 +100,6 @@ def _by_domain(right: Tensor, stream: Stream) -> dict[str, float]:
     return {str(domain): right[domain_of == number].double().mean().item() for number, domain in present}
 
 
-def _distances(features: Tensor, reference: Reference) -> tuple[float, float | None]:
+def _distances(features: Tensor, reference: Reference) -> tuple[float, float]:
     target = FeatureStats.from_features(features)
-    source = reference.stats
-    frechet = frechet_distance(target.mean, target.cov, source.mean, source.cov)
-    aligned = None if reference.gaussians is None else alignment(features, reference.gaussians).item()
-    return frechet, aligned
+    return reference.frechet.distance(target.mean, target.cov), alignment(features, reference.gaussians).item()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cafe_tta import corruptions
-from cafe_tta.bench.protocols import Episode
-from cafe_tta.data import ImageSet
+from cafe_tta.bench.protocols import Domain, Episode, Indices
+from cafe_tta.data import CorruptedSet, ImageSet
 from cafe_tta.models import Preprocessing
 
 LARGEST_IN_MEMORY = 2**30  # bytes of corrupted images that are kept; larger episodes are made again on each pass
@@ -55,24 +55,27 @@ class Stream:
 
     def _corrupted(self, part: slice) -> npt.NDArray[np.uint8]:
         if self._kept is None:
-            first = self._source.images(self.episode.images[:1].tolist())
-            if first.nbytes * len(self.episode) > LARGEST_IN_MEMORY:
+            if self._corrupt(slice(0, 1)).nbytes * len(self.episode) > LARGEST_IN_MEMORY:
                 return self._corrupt(part)
             self._kept = self._corrupt(slice(None))
         return self._kept[part]
 
     def _corrupt(self, part: slice) -> npt.NDArray[np.uint8]:
         numbers, domain_of = self.episode.images[part], self.episode.domain_of[part]
-        result = self._source.images(numbers.tolist()).copy()
-        for number, domain in enumerate(self.episode.domains):
-            own = np.flatnonzero(domain_of == number)
-            if domain.severity and len(own):
-                result[own] = corruptions.corrupt(
-                    result[own],
-                    domain.corruption,
-                    severity=domain.severity,
-                    seed=self._seed,
-                    preset=self._preset,
-                    indices=numbers[own],
-                )
+        parts = [(np.flatnonzero(domain_of == i), domain) for i, domain in enumerate(self.episode.domains)]
+        made = [(own, self._domain(numbers[own], domain)) for own, domain in parts if len(own)]
+        result = np.empty((len(numbers), *made[0][1].shape[1:]), dtype=np.uint8)
+        for own, images in made:
+            result[own] = images
         return result
+
+    def _domain(self, numbers: Indices, domain: Domain) -> npt.NDArray[np.uint8]:
+        """Images of one domain: read, where the data set has them corrupted already, or corrupted here."""
+        if domain.severity and isinstance(self._source, CorruptedSet):
+            return self._source.corrupted(numbers.tolist(), domain.corruption, domain.severity)
+        clean = self._source.images(numbers.tolist())
+        if not domain.severity:
+            return clean
+        return corruptions.corrupt(
+            clean, domain.corruption, severity=domain.severity, seed=self._seed, preset=self._preset, indices=numbers
+        )

@@ -10,9 +10,12 @@ from typer.core import TyperGroup
 
 import cafe_tta
 from cafe_tta.cli.adapt import adapt
+from cafe_tta.cli.bench import bench
 from cafe_tta.cli.console import say
+from cafe_tta.cli.corrupt import corrupt
 from cafe_tta.cli.demo import demo
 from cafe_tta.cli.methods import methods
+from cafe_tta.cli.report import report
 from cafe_tta.cli.stats import stats
 from cafe_tta.cli.train import train
 
@@ -119,7 +122,7 @@ def start(
         print(ctx.get_help())
 
 
-for command in (demo, train, stats, adapt, methods):
+for command in (demo, train, stats, adapt, corrupt, bench, report, methods):
     app.command()(command)
 
 

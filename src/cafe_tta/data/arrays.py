@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cafe_tta.data.digest import array_digest
 from cafe_tta.data.imageset import Images, Labels
 
 LAYOUT = "images.npy (uint8, N x H x W x 3, RGB) and, where known, labels.npy (N integers), classes.txt (a name a line)"
@@ -42,6 +44,13 @@ class ArraySet:
     def images(self, indices: Sequence[int]) -> Images:
         return np.ascontiguousarray(self.array[np.asarray(indices, dtype=np.int64)])
 
+    def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return array_digest(self.array, self.labels)
+
 
 def load_arrays(folder: str) -> ArraySet:
     """The images of a folder that holds images.npy. They stay on disk until they are asked for."""
@@ -53,15 +62,16 @@ def load_arrays(folder: str) -> ArraySet:
         classes = tuple((place / "classes.txt").read_text(encoding="utf-8").split("\n"))
         classes = tuple(name.strip() for name in classes if name.strip())
     if (place / "labels.npy").is_file():
-        labels = _read(place / "labels.npy", mapped=False)
-    return ArraySet(f"arrays:{folder}", _read(place / "images.npy", mapped=True), labels, classes)
+        labels = read_npy(place / "labels.npy", mapped=False)
+    return ArraySet(f"arrays:{folder}", read_npy(place / "images.npy", mapped=True), labels, classes)
 
 
-def _read(path: Path, mapped: bool) -> npt.NDArray[Any]:
+def read_npy(path: Path, mapped: bool, layout: str = LAYOUT) -> npt.NDArray[Any]:
+    """The array in a .npy file, or an error that says what was expected there."""
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)  # pickles could run code
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a whole .npy file of numbers ({error}); expected {LAYOUT}") from error
+        raise ValueError(f"{path} is not a whole .npy file of numbers ({error}); expected {layout}") from error
 
 
 def _checked_labels(name: str, labels: npt.NDArray[Any], count: int, classes: tuple[str, ...] | None) -> Labels:

@@ -4,11 +4,13 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cafe_tta.data.digest import files_digest
 from cafe_tta.data.imageset import Images, Labels, UnreadableImage
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ _WARNINGS = threading.Lock()  # Python's warning filters are global: one thread 
 
 class FolderSet:
     """Image files under a folder, in the order of their names. Labels come from the first level of folders."""
+
+    read_as = ""  # what is made of a file before it is an image of this set, for the digest
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).expanduser()
@@ -49,14 +53,29 @@ class FolderSet:
         return self.files[index]
 
     def images(self, indices: Sequence[int]) -> Images:
-        found = [read_image(self.root / self.files[index]) for index in indices]
-        if len({image.shape for image in found}) > 1:
-            sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in found})
-            raise ValueError(
-                f"{self.name} has images of different sizes ({', '.join(sizes[:3])}, …), which do not fit one array; "
-                "go through them with data.batches and a preprocessing"
-            )
-        return np.stack(found) if found else np.zeros((0, 0, 0, 3), dtype=np.uint8)
+        return stack(self.name, [self.read(self.root / self.files[index]) for index in indices])
+
+    def read(self, path: Path) -> Images:
+        """One image file (H, W, 3)."""
+        return read_image(path)
+
+    def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return files_digest(self.root, self.files, self.labels, self.read_as)
+
+
+def stack(name: str, images: list[Images]) -> Images:
+    """Images of one size as one array (n, H, W, 3)."""
+    if len({image.shape for image in images}) > 1:
+        sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images})
+        raise ValueError(
+            f"{name} has images of different sizes ({', '.join(sizes[:3])}, …), which do not fit one array; "
+            "go through them with data.batches and a preprocessing"
+        )
+    return np.stack(images) if images else np.zeros((0, 0, 0, 3), dtype=np.uint8)
 
 
 def load_folder(folder: str) -> FolderSet:
@@ -68,20 +87,20 @@ def load_folder(folder: str) -> FolderSet:
     return FolderSet(folder)
 
 
-def read_image(path: str | os.PathLike[str]) -> Images:
-    """One image file as RGB pixels (H, W, 3), turned as its EXIF orientation says.
+def read_image(path: str | os.PathLike[str], upright: bool = True) -> Images:
+    """One image file as RGB pixels (H, W, 3), turned as its EXIF orientation says unless not to be put `upright`.
 
     Transparency is dropped, 16-bit values are scaled to 8 bits, of an animation the first picture is taken.
     """
     try:
-        return _decode(Path(path))
+        return _decode(Path(path), upright)
     except MemoryError as error:
         raise UnreadableImage("too large for the memory of this machine") from error
     except Exception as error:  # decoders meet damaged files with every kind of error there is
         raise UnreadableImage(_reason(path, error)) from error
 
 
-def _decode(path: Path) -> Images:
+def _decode(path: Path, upright: bool) -> Images:
     from PIL import Image
 
     if path.stat().st_size == 0:
@@ -91,7 +110,7 @@ def _decode(path: Path) -> Images:
             warnings.simplefilter("ignore")  # what cannot be read is reported once, by us
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
             image: Image.Image = Image.open(file)
-            turns = _orientation(image)
+            turns = _orientation(image) if upright else 1
         image.load()
         return np.ascontiguousarray(_turned(_rgb(image), turns))
 

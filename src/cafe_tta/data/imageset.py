@@ -1,8 +1,8 @@
-"""What an image set is."""
+"""What an image set is, and what a set of images that are corrupted already is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,26 @@ class ImageSet(Protocol):
 
     def images(self, indices: Sequence[int]) -> Images:
         """Some images, all of one size. Raises `UnreadableImage` where one cannot be read."""
+
+    def digest(self) -> str:
+        """A SHA-256 of what the set holds, wherever it lies; `data.digest` says of what exactly."""
+
+
+@runtime_checkable
+class CorruptedSet(ImageSet, Protocol):
+    """Images that were corrupted by somebody else, such as the published CIFAR-10-C.
+
+    Its length and its labels are those of the clean images behind it, which it does not have: `images` refuses.
+    """
+
+    def corruptions(self) -> tuple[str, ...]:
+        """The corruptions there are."""
+
+    def severities(self) -> tuple[int, ...]:
+        """The severities that all of them come in."""
+
+    def corrupted(self, indices: Sequence[int], corruption: str, severity: int) -> Images:
+        """Some images with a corruption at a severity."""
 
 
 class UnreadableImage(ValueError):

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-FILE = "records.jsonl"
+from cafe_tta.bench.records import FORMAT, RECORDS
+
+MOMENTS = ("before", "after")
+# Experiments, and protocols, with tables of their own. All other runs share the main tables.
+OWN_EXPERIMENTS = ("dann", "groups", "group-sizes", "frechet")
+OWN_PROTOCOLS = ("shift", "clean")
+MAIN = "main"
 
 Facts = dict[str, Any]
 
@@ -56,10 +61,26 @@ class Record:
         return self.source.get("num_groups")
 
     @property
+    def scope(self) -> str:
+        """The tables it belongs to: those of its experiment or protocol, or the main ones."""
+        if self.experiment in OWN_EXPERIMENTS:
+            return self.experiment
+        return self.protocol if self.protocol in OWN_PROTOCOLS else MAIN
+
+    @property
     def run(self) -> str:
         """What makes it this run and no other: two records with the same text are the same run."""
-        facts = (self.experiment, self.dataset, self.protocol, self.mode, self.method, self.label, self.seed)
-        settings = (self.episode, self.config, self.data, self.corruptions, self.model, self.source)
+        facts = (self.scope, self.dataset, self.protocol, self.mode, self.method, self.label, self.seed)
+        settings = (
+            self.episode,
+            self.images,
+            self.episode_digest,
+            self.config,
+            self.data,
+            self.corruptions,
+            self.model,
+            self.source,
+        )
         return json.dumps([facts, settings], sort_keys=True)
 
 
@@ -82,9 +103,9 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
 def _files(paths: Iterable[Path]) -> list[Path]:
     files: dict[Path, Path] = {}
     for path in paths:
-        file = path / FILE if path.is_dir() else path
+        file = path / RECORDS if path.is_dir() else path
         if not file.is_file():
-            place = f"{path} holds no {FILE}" if path.is_dir() else f"there is no file or folder {path}"
+            place = f"{path} holds no {RECORDS}" if path.is_dir() else f"there is no file or folder {path}"
             raise FileNotFoundError(f"{place}; expected the folder that a benchmark wrote its results to")
         files.setdefault(file.resolve(), file)  # the same file named twice is read once
     return list(files.values())
@@ -136,32 +157,29 @@ def _record(raw: Any, place: str) -> Record:
             "make the report with the release that ran the benchmark, or run it again"
         )
     get = _Getter(raw, place)
+    facts: Facts = {name: get.text(name) for name in ("experiment", "dataset", "protocol", "mode", "method")}
+    facts |= {name: get.facts(name) for name in ("config", "data", "corruptions", "model", "source")}
+    facts |= {name: get.facts(name) for name in ("versions", "machine")}
+    facts |= {
+        f"{name}_{moment}": get.number(f"{name}_{moment}") for name in ("frechet", "alignment") for moment in MOMENTS
+    }
+    facts |= {name: get.whole(name) for name in ("seed", "steps", "refused")}
+    facts |= {name: get.text(name, "") for name in ("command", "finished")}
     return Record(
         place=place,
-        **{name: get.text(name) for name in ("experiment", "dataset", "protocol", "mode", "method")},
         label=get.text("label", get.text("method")),
-        needs=raw.get("needs"),
-        config=get.facts("config"),
-        seed=get.whole("seed"),
+        needs=get.text("needs", "") or None,
         episode=get.text("episode.name"),
         images=get.whole("episode.images", least=1),
         domains=get.facts("episode.domains"),
         episode_digest=get.text("episode.digest", ""),
-        **{name: get.facts(name) for name in ("data", "corruptions", "model", "source", "versions", "machine")},
         accuracy=get.share("accuracy"),
         by_domain={name: get.share("by_domain", name) for name in get.facts("by_domain")},
-        stream=tuple(get.share("stream", place) for place in range(len(raw.get("stream") or ()))),
-        **{f"{name}_{moment}": get.number(f"{name}_{moment}") for name in ("frechet", "alignment") for moment in MOMENTS},
+        stream=get.shares("stream"),
         seconds=get.number("seconds") or 0.0,
         peak_memory_mb=get.number("peak_memory_mb"),
-        steps=get.whole("steps"),
-        refused=get.whole("refused"),
-        command=get.text("command", ""),
-        finished=get.text("finished", ""),
+        **facts,
     )
-
-
-MOMENTS = ("before", "after")
 
 
 class _Getter:
@@ -212,3 +230,9 @@ class _Getter:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise self._refuse(name if inside is None else f"{name}[{inside!r}]", "a share between 0 and 1", value)
         return float(value)
+
+    def shares(self, name: str) -> tuple[float, ...]:
+        value = self._find(name)
+        if value is not None and not isinstance(value, list):
+            raise self._refuse(name, "a list", value)
+        return tuple(self.share(name, place) for place in range(len(value or ())))

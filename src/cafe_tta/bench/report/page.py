@@ -1,0 +1,169 @@
+"""One HTML page with everything: no script, nothing loaded from elsewhere, every text escaped."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from urllib.parse import quote
+
+from cafe_tta.bench.report.drawing import Drawing
+from cafe_tta.bench.report.settings import CHOICES_HEAD, Lines
+from cafe_tta.bench.report.table import Cell, Table
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1d2329; --soft: #5a6570; --page: #fff; --line: #d8dee4; --shade: #f4f6f8;
+  --accent: #0072b2; --paper: #6b5a2e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #a0aab4; --page: #14181c; --line: #343c44;
+  --shade: #1c2228; --accent: #6cc0f0; --paper: #d9c48a; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem clamp(.9rem, 4vw, 3rem) 4rem; max-width: 78rem; background: var(--page);
+  color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .3rem; }
+h2 { font-size: 1.35rem; margin: 3rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+p, ul { max-width: 70ch; }
+a { color: var(--accent); }
+nav a { display: inline-block; margin: .15rem 1rem .15rem 0; }
+.soft, .about, figcaption { color: var(--soft); font-size: .88rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .34rem .65rem; text-align: right; white-space: nowrap; }
+th { font-weight: 600; }
+thead th { border-bottom: 1px solid var(--line); background: var(--shade); text-align: center; }
+thead th.stub, tbody th, td.text { text-align: left; }
+tbody tr + tr > * { border-top: 1px solid var(--line); }
+tbody th:first-child, thead th.first { position: sticky; left: 0; background: var(--page); font-weight: 600; }
+thead th.first { background: var(--shade); }
+tbody th + th { font-weight: 400; color: var(--soft); }
+.edge { border-left: 1px solid var(--line); }
+td.paper { color: var(--paper); }
+td.wide { white-space: normal; min-width: 22rem; overflow-wrap: anywhere; text-align: left; }
+ul.notes { padding: .6rem 1rem .6rem 2rem; background: var(--shade); border-left: 3px solid var(--accent);
+  border-radius: 4px; font-size: .9rem; }
+figure { margin: 1.5rem 0; }
+summary { cursor: pointer; color: var(--accent); font-size: .95rem; max-width: 70ch; }
+figure img { display: block; width: 100%; height: auto; }
+.card { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; overflow-x: auto; }
+@media (max-width: 640px) { .card img { min-width: 34rem; } body { font-size: 15px; } }
+@media print { nav { display: none; } .scroll, .card { border: 0; } h2 { break-after: avoid; }
+  figure { break-inside: avoid; } }
+"""
+# The page may load nothing, not even if a name in the records tried to make it.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def to_html(
+    tables: Sequence[Table], drawings: Sequence[Drawing], run: Lines, choices: Lines, notes: Sequence[str], command: str
+) -> str:
+    sections = [("tables", "Tables"), *([("figures", "Figures")] if drawings else []), ("run", "What was run")]
+    sections += [("choices", "Choices")]
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title in sections)
+    body = [
+        "<h1>Test-time adaptation: results</h1>",
+        f'<p class="soft">{escape(run[0][1])}. Made again with <code>{escape(command)}</code></p>',
+        f"<nav>{links}</nav>",
+        _contents(tables),
+        _notes(notes),
+        '<h2 id="tables">Tables</h2>',
+        *map(_table, tables),
+    ]
+    if drawings:
+        body += ['<h2 id="figures">Figures</h2>', *_figures(drawings)]
+    body += ['<h2 id="run">What was run</h2>', _plain((), run)]
+    body += ['<h2 id="choices">Choices</h2>']
+    body += [
+        "<p>The options of every method, as its runs recorded them. <code>answer</code> says whether a batch is "
+        "answered by the model before or after the step that the batch caused.</p>"
+    ]
+    body += [_plain(CHOICES_HEAD, choices)]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Test-time adaptation: results</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _contents(tables: Sequence[Table]) -> str:
+    items = "".join(f'<li><a href="#table-{_id(table.name)}">{escape(table.title)}</a></li>' for table in tables)
+    return f'<ul class="soft">{items}</ul>'
+
+
+def _id(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _table(table: Table) -> str:
+    edges = table.boundaries() | {0}
+    head = []
+    for level in range(table.depth):
+        stub = "".join(_stub_head(name, i, table.depth) for i, name in enumerate(table.stub)) if level == 0 else ""
+        cells, start = "", 0
+        for text, width in table.spans(level):
+            kind = ' class="edge"' if start in edges else ""
+            cells += f'<th scope="col" colspan="{width}"{kind}>{escape(text)}</th>'
+            start += width
+        head.append(f"<tr>{stub}{cells}</tr>")
+    lines = []
+    for line in table.lines:
+        stub = "".join(f'<th scope="row">{escape(text)}</th>' for text in line.head)
+        cells = "".join(_cell(cell, table.heads[i][-1], i in edges) for i, cell in enumerate(line.cells))
+        lines.append(f"<tr>{stub}{cells}</tr>")
+    about = "<br>".join(escape(text) for text in (table.caption, *table.about) if text)
+    return (
+        f'<h3 id="table-{_id(table.name)}">{escape(table.title)}</h3>\n<div class="scroll"><table>\n'
+        f"<thead>{''.join(head)}</thead>\n<tbody>{''.join(lines)}</tbody>\n</table></div>\n"
+        f'<p class="about">{about}</p>\n{_notes(table.notes)}'
+    )
+
+
+def _stub_head(name: str, place: int, depth: int) -> str:
+    kind = "stub first" if place == 0 else "stub"
+    return f'<th scope="col" rowspan="{depth}" class="{kind}">{escape(name)}</th>'
+
+
+def _cell(cell: Cell, head: str, edge: bool) -> str:
+    text = escape(cell.text)
+    text = {"best": f"<strong>{text}</strong>", "second": f"<u>{text}</u>"}.get(cell.rank, text)
+    kinds = " ".join(name for name, wanted in (("paper", head == "paper"), ("edge", edge)) if wanted)
+    return f'<td class="{kinds}">{text}</td>' if kinds else f"<td>{text}</td>"
+
+
+def _figures(drawings: Sequence[Drawing]) -> Iterable[str]:
+    """Two figures of a kind are shown; more of it can be opened."""
+    for _, group in groupby(drawings, key=lambda drawing: drawing.name.partition("-")[0]):
+        kind = list(group)
+        yield from map(_figure, kind[:2])
+        if kind[2:]:
+            names = "; ".join(drawing.title.rpartition(": ")[2] for drawing in kind[2:])
+            summary = f"{escape(kind[0].title.partition(': ')[0])}: {len(kind) - 2} more ({escape(names)})"
+            yield f"<details><summary>{summary}</summary>{''.join(map(_figure, kind[2:]))}</details>"
+
+
+def _figure(drawing: Drawing) -> str:
+    # As an image, not as inline SVG: several inline ones would share the names of their glyphs.
+    picture = base64.b64encode(drawing.svg).decode()
+    title, caption = escape(drawing.title, quote=True), escape(drawing.caption)
+    return (
+        f'<figure id="figure-{_id(drawing.name)}"><h3>{title}</h3>\n'
+        f'<div class="card"><img alt="{title}" src="data:image/svg+xml;base64,{picture}"></div>\n'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _plain(heads: Sequence[str], lines: Lines) -> str:
+    head = "".join(f'<th scope="col" class="stub">{escape(name)}</th>' for name in heads)
+    body = ""
+    for first, *rest in lines:
+        kinds = ["text"] * (len(rest) - 1) + ["wide"]
+        cells = "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in zip(kinds, rest, strict=True))
+        body += f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
+    top = f"<thead><tr>{head}</tr></thead>" if heads else ""
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def _notes(notes: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<ul class="notes">{items}</ul>' if items else ""

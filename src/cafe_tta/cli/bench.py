@@ -1,0 +1,249 @@
+"""`cafe-tta bench`: the paper's experiments, each by one command."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cafe_tta.bench.experiments import BASES, KINDS, Base, Experiment, experiment
+from cafe_tta.bench.runner import Runner, describe
+from cafe_tta.bench.source_side import SourceOptions, SourceSide
+from cafe_tta.cli import inputs
+from cafe_tta.cli.console import Interrupted, progress, say, show_table
+from cafe_tta.cli.options import parse_settings
+from cafe_tta.methods import METHODS
+
+_SOURCE = "The source side"
+_WHAT = "What is run"
+
+
+def bench(
+    kind: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(KINDS)}.", show_default=False, metavar="[EXPERIMENT]")
+    ] = None,
+    dataset: Annotated[str, typer.Option(help=f"One of {', '.join(BASES)}.", rich_help_panel=_WHAT)] = "digits",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the records; else results/EXPERIMENT-DATASET.", show_default=False)
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="What there is, and what it costs on this machine.")] = False,
+    show_episodes: Annotated[
+        bool, typer.Option("--show-episodes", help="Print which images come with which corruptions, and stop.")
+    ] = False,
+    methods: Annotated[
+        str | None, typer.Option(help="Only these, with commas.", rich_help_panel=_WHAT, show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, …", rich_help_panel=_WHAT)] = 3,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images of an episode: a fixed subset.", rich_help_panel=_WHAT, show_default=False),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="An option of a method, such as cafe.lr=0.01, or of all that have it: lr=0.01; may be repeated.",
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="k of the experiment `groups`, with commas.", rich_help_panel=_WHAT, show_default=False),
+    ] = None,
+    frechet: Annotated[
+        bool | None,
+        typer.Option(
+            "--frechet/--no-frechet",
+            help="Measure the distance to the source before and after; else as the experiment says.",
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Test images, if not the data set's own.", show_default=False)
+    ] = None,
+    source_data: Annotated[
+        str | None,
+        typer.Option(help="Training images, if not the data set's own.", rich_help_panel=_SOURCE, show_default=False),
+    ] = None,
+    source_limit: Annotated[
+        int | None, typer.Option(min=1, help="Source images used.", rich_help_panel=_SOURCE, show_default=False)
+    ] = None,
+    num_groups: Annotated[
+        int | None, typer.Option(min=1, help="k, if not the data set's.", rich_help_panel=_SOURCE, show_default=False)
+    ] = None,
+    max_group_size: Annotated[
+        int, typer.Option(min=0, help="Wider groups are split. 0: no limit, as in the paper.", rich_help_panel=_SOURCE)
+    ] = 0,
+    posterior: Annotated[
+        Path | None, typer.Option(help="What bacs needs.", rich_help_panel=_SOURCE, show_default=False)
+    ] = None,
+    swag_epochs: Annotated[
+        int, typer.Option(min=0, help="Or collect it around the weights in so many epochs.", rich_help_panel=_SOURCE)
+    ] = 0,
+    swag_lr: Annotated[float, typer.Option(min=0, help="Learning rate of that.", rich_help_panel=_SOURCE)] = 1e-4,
+    model: Annotated[
+        str | None, typer.Option(help="If not the paper's.", rich_help_panel=_SOURCE, show_default=False)
+    ] = None,
+    weights: inputs.WeightsOption = None,
+    num_classes: inputs.NumClassesOption = None,
+    image_size: inputs.ImageSizeOption = None,
+    mean: inputs.MeanOption = None,
+    std: inputs.StdOption = None,
+) -> None:
+    """Run an experiment of the paper: many methods, corruptions and seeds, each run written down as it ends.
+
+    cafe-tta bench mixed --dataset digits
+
+    Started again, it goes on where it was: after Ctrl-C, a crash or a power cut. `cafe-tta report` makes tables, figures and a page of the records. Data sets are looked for as `cafe-tta stats --help` says; --data, --source-data, --model and --weights name others.
+    """  # noqa: E501 - a line break here would be one in the help
+    base = _base(dataset, data, source_data, model, image_size, mean, std)
+    source_options = SourceOptions(
+        weights=None if weights is None else Path(weights),
+        num_classes=num_classes,
+        limit=source_limit,
+        posterior=posterior,
+        swag_epochs=swag_epochs,
+        swag_lr=swag_lr,
+        num_groups=num_groups,
+        max_group_size=max_group_size or None,
+    )
+    if listing:
+        show_table(_listing(base, source_options))
+        return
+    if kind is None:
+        raise ValueError(
+            f"expected the name of an experiment, but got none; choose from: {', '.join(KINDS)}; see --list"
+        )
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    chosen = experiment(
+        kind,
+        base,
+        methods=names,
+        options=_options(settings or [], names or list(METHODS)),
+        sweep=None if sweep is None else [_number(text) for text in sweep.split(",")],
+        seeds=tuple(range(seeds)),
+        limit=limit,
+        frechet=KINDS[kind].frechet if frechet is None and kind in KINDS else bool(frechet),
+    )
+    if show_episodes:
+        _show_episodes(chosen)
+        return
+    folder = output or Path("results") / f"{kind}-{base.name}"
+    runner = Runner(chosen, SourceSide(base, folder / "source", source_options, say), folder)
+    _work(runner, folder)
+
+
+def _work(runner: Runner, folder: Path) -> None:
+    planned, missing = len(runner.plan()), runner.missing()
+    if runner.results.dropped:
+        say("note: the last record was cut off by a crash and is done again")
+    if len(missing) < planned:
+        say(f"{planned - len(missing)} of {planned} runs are done already")
+    images = sum(len(run.episode) for run in missing)
+    try:
+        with progress(f"{len(missing)} runs", images) as advance:
+            runner.work(advance=advance)
+    except KeyboardInterrupt:
+        kept = len(runner.results)
+        message = f"{kept} of {planned} runs are done and kept in {folder}; start again to go on"
+        raise Interrupted(message, signal.SIGINT) from None
+    from cafe_tta.bench.report import make
+    from cafe_tta.cli.report import drawn
+
+    for shown in make([folder]).tables[:1]:
+        show_table(drawn(shown))
+    print(f"\nrecords: {folder / 'records.jsonl'}; tables, figures and a page: cafe-tta report {folder}")
+
+
+def _base(
+    dataset: str,
+    data: str | None,
+    source_data: str | None,
+    model: str | None,
+    image_size: int | None,
+    mean: str | None,
+    std: str | None,
+) -> Base:
+    if dataset not in BASES:
+        from cafe_tta.methods import did_you_mean
+
+        raise ValueError(f"unknown data set {dataset!r}{did_you_mean(dataset, BASES)}; choose from: {', '.join(BASES)}")
+    changes: dict[str, Any] = {"data": data, "source_data": source_data, "model": model, "size": image_size}
+    changes |= {"mean": inputs.three_numbers("mean", mean), "std": inputs.three_numbers("std", std)}
+    return replace(BASES[dataset], **{name: value for name, value in changes.items() if value is not None})
+
+
+def _options(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`cafe.lr=0.1` for one method; `lr=0.1` for all that have such an option."""
+    options: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        target, dot, _ = setting.partition("=")[0].rpartition(".")
+        text = setting[len(target) + len(dot) :]
+        option = text.partition("=")[0].strip()
+        having = [name for name in names if name in METHODS and hasattr(METHODS[name].Config(), option)]
+        chosen = [target] if dot else having
+        if not chosen:
+            raise ValueError(f"no method has an option {option!r} (--set {setting})")
+        for name in chosen:
+            options.setdefault(name, {}).update(parse_settings(name, [text]))
+    return options
+
+
+def _number(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError(f"expected --sweep to be whole numbers with commas, such as 8,32,128, but got {text!r}")
+    return int(text)
+
+
+def _show_episodes(chosen: Experiment) -> None:
+    from cafe_tta import data
+
+    images = data.load(chosen.base.data)
+    table = Table("protocol", "seed", "episode", "images", "hash", "domains", box=None)
+    for part in chosen.parts:
+        for seed in chosen.seeds:
+            for episode in chosen.episodes(part.protocol, seed, len(images)):
+                facts = describe(episode)
+                domains = ", ".join(f"{name} {count}" for name, count in facts["domains"].items())
+                table.add_row(part.protocol, str(seed), episode.name, str(len(episode)), facts["digest"], domains)
+    show_table(table)
+
+
+def _listing(base: Base, options: SourceOptions) -> Table:
+    """Every experiment, with the time it takes on this machine for the data set that was named."""
+    import tempfile
+
+    from cafe_tta import data
+    from cafe_tta.bench import estimate
+
+    table = Table("experiment", "shows", "data sets", f"{base.name}, 3 seeds", box=None)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source = SourceSide(base, Path(folder), options, say)
+            cost = estimate.measure(source.classifier, source.preprocessing.size)
+        count = len(data.load(base.data))
+        costs = {
+            name: _duration(estimate.seconds(experiment(name, base), source, cost, count))
+            for name, kind in KINDS.items()
+            if base.name in kind.bases
+        }
+        say(f"measured: {1000 * cost.forward:.2f} ms an image forward, {1000 * cost.step:.2f} ms a step")
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        say(f"note: no costs for {base.name}: {error}")
+        costs = {}
+    for name, kind in KINDS.items():
+        table.add_row(name, kind.shows, ", ".join(kind.bases), costs.get(name, "-"))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

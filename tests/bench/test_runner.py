@@ -1,0 +1,252 @@
+"""The benchmark as a whole: records, resume after any interruption, refusal to mix settings, the same numbers twice."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import cafe_tta as cafe
+from cafe_tta.bench import source_side
+from cafe_tta.bench.experiments import BASES, KINDS, experiment
+from cafe_tta.bench.records import Results, key_of, read
+from cafe_tta.bench.runner import Runner, describe
+from cafe_tta.bench.source_side import SourceSide
+from cafe_tta.cli.app import app
+
+BASE = replace(BASES["digits"], copies=1)
+
+
+@pytest.fixture(scope="module")
+def source_folder(tmp_path_factory):
+    """The embedded model, trained for a moment."""
+    folder = tmp_path_factory.mktemp("source")
+    training = source_side.DIGITS_TRAINING
+    source_side.DIGITS_TRAINING = replace(training, epochs=2, swag_epochs=1)
+    try:
+        source = SourceSide(BASE, folder)
+        source.grouped(), source.histograms, source.posterior
+    finally:
+        source_side.DIGITS_TRAINING = training
+    return folder
+
+
+@pytest.fixture
+def results(source_folder, tmp_path):
+    """A folder for results that has its source side already."""
+    shutil.copytree(source_folder, tmp_path / "results" / "source")
+    return tmp_path / "results"
+
+
+def make_runner(folder, methods=("source", "adabn", "cafe"), kind="mixed", **settings):
+    settings = {"seeds": (0, 1), "limit": 40} | settings
+    return Runner(
+        experiment(kind, BASE, methods=list(methods), **settings), SourceSide(BASE, folder / "source"), folder
+    )
+
+
+def without_times(records):
+    timed = {"seconds", "images_per_second", "peak_memory_mb", "finished"}
+    return [{name: value for name, value in record.items() if name not in timed} for record in records]
+
+
+def test_every_record_holds_all_that_decides_its_number(results):
+    runner = make_runner(results)
+    runner.work()
+    records = read(results / "records.jsonl")
+    assert len(records) == 6 and len(runner.missing()) == 0
+    for record in records:
+        assert record["config"] == asdict(cafe.METHODS[record["method"]].presets["cifar"])
+        assert record["protocol"] == "all-mixed" and record["mode"] == "offline" and record["seed"] in (0, 1)
+        assert record["episode"]["images"] == 40 and sum(record["episode"]["domains"].values()) == 40
+        assert (
+            record["data"]["digest"] and record["model"]["weights"] and record["model"]["preprocessing"]["size"] == 32
+        )
+        assert record["versions"]["torch"] and record["machine"]["threads"] >= 1
+        assert 0 <= record["accuracy"] <= 1 and record["frechet_before"] > 0 and record["frechet_after"] > 0
+        assert record["seconds"] > 0 and record["peak_memory_mb"] > 50 and len(record["stream"]) == 20
+        shares = [record["by_domain"][name] * count for name, count in record["episode"]["domains"].items()]
+        assert sum(shares) / 40 == pytest.approx(record["accuracy"])
+    unadapted = [record for record in records if record["method"] == "source"]
+    for record in unadapted:
+        assert record["frechet_after"] == pytest.approx(record["frechet_before"], rel=1e-6)
+    groups = next(record for record in records if record["method"] == "cafe")["source"]
+    assert sum(groups["group_sizes"]) + groups["dead_dims"] == 128 and groups["num_groups"] == 8
+
+
+def test_second_run_gives_the_same_numbers(results, source_folder, tmp_path):
+    make_runner(results).work()
+    again = tmp_path / "again"
+    shutil.copytree(source_folder, again / "source")
+    make_runner(again).work()
+    first, second = (without_times(read(folder / "records.jsonl")) for folder in (results, again))
+    assert first == second
+
+
+def test_interrupted_work_goes_on_without_repeating(results, monkeypatch):
+    runner = make_runner(results)
+    started = []
+
+    def stop_at_the_fourth(planned):
+        started.append(planned.key)
+        if len(started) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.work(stop_at_the_fourth)
+    assert len(read(results / "records.jsonl")) == 3
+    resumed, later = make_runner(results), []
+    resumed.work(lambda planned: later.append(planned.key))
+    assert later == [planned.key for planned in resumed.plan()][3:]
+    assert len({key_of(record) for record in read(results / "records.jsonl")}) == 6
+
+
+def test_killed_process_goes_on_and_ends_with_the_same_table(results, source_folder, tmp_path):
+    """kill -9 in the middle; then the same command again; then the report of an undisturbed run."""
+    command = [sys.executable, "-m", "cafe_tta", "bench", "mixed", "--limit", "60", "--seeds", "3"]
+    command += ["--methods", "source,adabn,tent,infomax,cafe", "--output", str(results)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = results / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (records.exists() and records.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = records.read_text().count("\n")
+    assert 3 <= done < 15
+    with records.open("a") as file:
+        file.write('{"format": 1, "cut": "of')  # what a crash may leave
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert f"{done} of 15 runs are done already" in finished.stderr and "cut off by a crash" in finished.stderr
+    undisturbed = tmp_path / "undisturbed"
+    shutil.copytree(source_folder, undisturbed / "source")
+    command[-1] = str(undisturbed)
+    whole = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert whole.returncode == 0, whole.stderr
+    assert finished.stdout.replace(str(results), "") == whole.stdout.replace(str(undisturbed), "")
+    by_key = {key_of(record): record for record in without_times(read(undisturbed / "records.jsonl"))}
+    assert {key_of(record): record for record in without_times(read(records))} == by_key
+
+
+def test_other_settings_are_refused(results):
+    make_runner(results, methods=["source"]).work()
+    with pytest.raises(ValueError, match=r"settings.json belongs to other settings: limit is 40 there, 50 now; choose"):
+        make_runner(results, methods=["source"], limit=50)
+    with pytest.raises(ValueError, match=r"experiment is 'mixed' there, 'same' now"):
+        make_runner(results, methods=["source"], kind="same")
+    changed = make_runner(results, methods=["source"], options={"source": {"batch_size": 7}})
+    with pytest.raises(ValueError, match=r"config.batch_size is 256 there, 7 now"):
+        changed.missing()
+
+
+def test_more_methods_and_seeds_are_added_to_what_is_there(results):
+    make_runner(results, methods=["source"], seeds=(0,)).work()
+    wider = make_runner(results, methods=["source", "adabn"], seeds=(0, 1))
+    assert len(wider.plan()) == 4 and len(wider.missing()) == 3
+
+
+def test_broken_records_are_an_error_that_names_the_line(tmp_path):
+    Results(tmp_path, {"a": 1})
+    (tmp_path / "records.jsonl").write_text('{"half": \n{"also": 1}\n')
+    with pytest.raises(ValueError, match=r"records.jsonl: line 1 is not a record"):
+        Results(tmp_path, {"a": 1})
+
+
+def test_records_without_settings_are_left_alone(tmp_path):
+    (tmp_path / "records.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"has records.jsonl but no settings.json"):
+        Results(tmp_path, {"a": 1})
+
+
+def test_sweep_over_the_number_of_groups_fills_every_cell(results):
+    runner = make_runner(results, methods=["cafe"], kind="groups", sweep=(1, 8, 128), seeds=(0,))
+    runner.work()
+    records = read(results / "records.jsonl")
+    assert [record["label"] for record in records] == ["cafe k=1", "cafe k=8", "cafe k=128"]
+    assert [len(record["source"]["group_sizes"]) for record in records] == [1, 8, 128]
+    assert all(np.isfinite(record["accuracy"]) and record["refused"] == 0 for record in records)
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if "digits" in kind.bases])
+def test_every_experiment_runs_on_the_embedded_digits(results, kind):
+    """The whole chain, small: records, tables, figures and the page."""
+    arguments = ["bench", kind, "--limit", "12", "--seeds", "1", "--output", str(results)]
+    arguments += ["--set", "dann.hidden=8"] if kind == "dann" else []
+    arguments += ["--sweep", "4,32"] if kind == "groups" else []
+    arguments += ["--methods", "source,adabn,cafe"] if kind in ("table1", "frechet", "continual", "online") else []
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["report", str(results)])
+    assert result.exit_code == 0, result.output
+    page = (results / "report" / "index.html").read_text()
+    for record in read(results / "records.jsonl"):
+        assert record["label"] in page
+    assert list((results / "report" / "figures").glob("*.png"))
+
+
+def test_online_experiments_use_the_papers_online_presets(results):
+    chosen = experiment("online", BASE)
+    answers = {choice.method: getattr(choice.config, "answer", None) for choice in chosen.parts[0].choices}
+    assert answers["cafe"] == "after-eval" and answers["adabn"] is None
+    temperatures = [choice.config.temperature for choice in chosen.parts[0].choices if choice.method == "fr"]
+    assert temperatures == [0.05] and chosen.parts[0].mode == "online"
+
+
+def test_imagenet_has_its_three_columns_and_presets():
+    chosen = experiment("table1", "imagenet")
+    assert [part.protocol for part in chosen.parts] == ["separated", "severity-mixed", "all-mixed"]
+    assert {choice.method: choice.config.batch_size for choice in chosen.parts[0].choices}["tent"] == 64
+    assert len(chosen.episodes("separated", 0, 10)) == 75 and len(chosen.episodes("severity-mixed", 0, 10)) == 15
+
+
+def test_unknown_names_are_answered_with_suggestions():
+    with pytest.raises(ValueError, match=r"unknown experiment 'tabel1'; did you mean 'table1'\?; choose from: table1"):
+        experiment("tabel1", "digits")
+    with pytest.raises(ValueError, match=r"unknown data set 'cifar'; did you mean 'cifar10\d?'\?"):
+        experiment("table1", "cifar")
+    with pytest.raises(ValueError, match="experiment 'shift' is not for digits; choose from: mnist"):
+        experiment("shift", "digits")
+
+
+def test_listing_tells_the_cost():
+    result = CliRunner().invoke(app, ["bench", "--list"])
+    assert result.exit_code == 0 and all(name in result.stdout for name in KINDS)
+    assert any(unit in result.stdout for unit in (" s ", " min ", " h "))
+
+
+def test_episodes_can_be_printed():
+    result = CliRunner().invoke(app, ["bench", "mixed", "--show-episodes", "--limit", "30", "--seeds", "1"])
+    assert result.exit_code == 0 and "fog-5" in result.stdout and "180" in result.stdout  # 30 images, 6 copies
+
+
+def test_episode_digest_depends_on_order_and_corruption():
+    episodes = [experiment("mixed", BASE).episodes("all-mixed", seed, 50)[0] for seed in (0, 0, 1)]
+    digests = [describe(episode)["digest"] for episode in episodes]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_peak_memory_is_measured_anew():
+    from cafe_tta.bench.runner import peak_memory, reset_peak_memory
+
+    ballast = np.ones(2**26)  # 512 MB
+    with_ballast = peak_memory()
+    del ballast
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system cannot reset the peak")
+    reset_peak_memory()
+    assert peak_memory() < with_ballast - 300
+
+
+def test_settings_are_readable(results):
+    make_runner(results, methods=["source"], seeds=(0,)).work()
+    settings = json.loads((results / "settings.json").read_text())
+    assert settings["corruptions"]["severities"] == [5] and settings["source"]["images"] == 901
