@@ -140,6 +140,10 @@ class Adapter(nn.Module):
         """Adapts to a good batch and answers it."""
         raise NotImplementedError
 
+    def wants_more(self) -> bool:
+        """Whether an offline run goes on to another pass over its images. Test-time adaptation is content with one."""
+        return False
+
     def changing(self) -> dict[str, Tensor]:
         """Every tensor of the classifier that adapting may change."""
         tensors: dict[str, Tensor] = {n: p for n, p in self.classifier.named_parameters() if p.requires_grad}

@@ -1,132 +1,28 @@
-"""The report against numbers computed by hand, and against records that are broken, incomplete or do not fit together."""
+"""The report against numbers computed by hand, tables written by hand, and a second report from the same records."""
 
+import csv
 import json
+import math
+import re
 import statistics
 
-import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from cafe_tta import METHODS, corruptions
-from cafe_tta.bench import paper
+from cafe_tta import METHODS
+from cafe_tta.bench import report
+from cafe_tta.bench.report.columns import Row, rows
+from cafe_tta.bench.report.draw_accuracy import by_corruption
+from cafe_tta.bench.report.drawing import styles
+from cafe_tta.bench.report.estimates import estimate, over_seeds, ranks
+from cafe_tta.bench.report.latex import to_latex
+from cafe_tta.bench.report.markdown import to_markdown
+from cafe_tta.bench.report.page import to_html
+from cafe_tta.bench.report.records import read
+from cafe_tta.bench.report.tidy import to_csv
+from cafe_tta.cli import app
 
-NEEDS = {name: kind.needs for name, kind in METHODS.items()}
-RIVALS = [name for name, needs in NEEDS.items() if needs != "data"]
-
-
-def record(method="cafe", accuracy=0.5, **changes):
-    """One line of a results file, as the benchmark writes it. `a__b` changes the field b of a."""
-    made = {
-        "format": 1,
-        "experiment": "table1",
-        "method": method,
-        "label": method,
-        "needs": NEEDS.get(method),
-        "config": {"batch_size": 256, "lr": 0.001, "answer": "before"},
-        "dataset": "cifar10",
-        "protocol": "all-mixed",
-        "mode": "offline",
-        "seed": 0,
-        "episode": {"name": "mixed", "images": 10000, "domains": {"fog-5": 5000, "snow-5": 5000}, "digest": "ab"},
-        "data": {"name": "cifar10:test", "images": 10000, "digest": "0123456789abcdef"},
-        "corruptions": {"preset": "cifar", "seed": 0, "frost_is_standard": True, "official_files": True},
-        "model": {"architecture": "timm:resnet26", "weights": "fedcba9876543210" * 4, "num_features": 2048},
-        "source": {"data": "cifar10:train", "count": 50000, "num_groups": 128, "group_sizes": [181, 90, 20, 3, 1]},
-        "accuracy": accuracy,
-        "by_domain": {"fog-5": accuracy, "snow-5": accuracy},
-        "stream": [accuracy] * 20,
-        "frechet_before": None,
-        "frechet_after": None,
-        "alignment_before": None,
-        "alignment_after": None,
-        "seconds": 50.0,
-        "images_per_second": 200.0,
-        "peak_memory_mb": 900.0,
-        "steps": 40,
-        "refused": 0,
-        "versions": {"cafe_tta": "0.1.0", "torch": "2.13.0"},
-        "machine": {"processor": "a processor", "threads": 1},
-        "finished": "2026-11-15T23:59:00Z",
-    }
-    for key, value in changes.items():
-        outer, _, inner = key.partition("__")
-        made[outer] = {**made[outer], inner: value} if inner else value
-    return made
-
-
-def save(folder, records):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "records.jsonl").write_text("".join(json.dumps(made) + "\n" for made in records))
-    return folder
-
-
-def made_up(seeds=3, names=corruptions.NAMES, imagenet_severities=(1, 3, 5), seed=0):
-    """Records of every experiment: the paper's numbers with noise, and the rest from a seeded generator."""
-    random = np.random.default_rng(seed)
-
-    def runs(experiment, dataset, protocol, mode="offline", methods=RIVALS, label="{}", k=128, **changes):
-        severities = imagenet_severities if dataset == "imagenet" else (5,)
-        every = [f"{name}-{severity}" for name in names for severity in severities]
-        episodes = {
-            "separated": {domain: [domain] for domain in every},
-            "severity-mixed": {name: [f"{name}-{severity}" for severity in severities] for name in names},
-            "all-mixed": {"mixed": every},
-            "continual": {"continual": every},
-        }.get(protocol, {"clean": ["clean"]})
-        hardness = {domain: random.normal(0, 6) for domain in [*every, "clean"]}
-        for number, method in enumerate(methods):
-            theirs = paper.published(dataset, protocol, mode, method, k if experiment == "groups" else None)
-            level = theirs.mean if isinstance(theirs, paper.Accuracy) else 55 + 1.6 * number - 0.004 * abs(k - 64)
-            sizes = np.sort(np.maximum(1, random.dirichlet(np.full(k, 0.6)) * 2048).astype(int))[::-1]
-            for run_seed in range(seeds):
-                for name, domains in episodes.items():
-                    found = {d: (level + hardness[d] + random.normal(0, 0.5)) / 100 for d in domains}
-                    found = {d: float(np.clip(value, 0, 1)) for d, value in found.items()}
-                    accuracy = statistics.fmean(found.values())
-                    rise = -0.1 * np.exp(-np.arange(20) / 5) * (number > 0) + random.normal(0, 0.008, 20)
-                    start = (30 if protocol == "separated" else 45) + abs(hardness[domains[0]])
-                    left = start * (1 if method == "source" else 0.85 - 0.06 * number)
-                    yield record(
-                        method,
-                        accuracy,
-                        experiment=experiment,
-                        dataset=dataset,
-                        protocol=protocol,
-                        mode=mode,
-                        seed=run_seed,
-                        label=label.format(method),
-                        by_domain=found,
-                        stream=np.clip(accuracy + rise, 0, 1).tolist(),
-                        episode={
-                            "name": name,
-                            "images": 10000,
-                            "domains": {d: 10000 // len(domains) for d in domains},
-                            "digest": f"{name}{run_seed}",
-                        },
-                        source={"data": "train", "count": 50000, "num_groups": k, "group_sizes": sizes.tolist()},
-                        frechet_before=start,
-                        frechet_after=left + random.normal(0, 0.3),
-                        alignment_before=start / 4,
-                        alignment_after=left / 4,
-                        seconds=float(20 * (1 + number) * random.uniform(0.9, 1.1)),
-                        refused=int(method == "cafe" and k == 8) * 3,
-                        **changes,
-                    )
-
-    imagenet = {"model__architecture": "torchvision:resnet50", "data__name": "imagenet:val"}
-    for mode, kind in (("offline", "table1"), ("online", "online")):
-        for dataset in ("digits", "cifar10", "cifar100"):
-            for protocol in ("separated", "all-mixed"):
-                yield from runs(kind, dataset, protocol, mode)
-        for protocol in ("separated", "severity-mixed", "all-mixed"):
-            yield from runs(kind, "imagenet", protocol, mode, corruptions__frost_is_standard=False, **imagenet)
-    yield from runs("continual", "cifar10", "continual", "online")
-    yield from runs("shift", "mnist", "shift")
-    for dataset in ("cifar10", "cifar100", "imagenet"):
-        yield from runs("same", dataset, "clean")
-        yield from runs("dann", dataset, "all-mixed", methods=["source", "cafe", "dann"])
-    for dataset in ("cifar100", "imagenet"):
-        for k in (8, 16, 32, 64, 128, 256, 512, 1024):
-            yield from runs("groups", dataset, "all-mixed", methods=["cafe"], label=f"{{}} k={k}", k=k)
+from .report_records import NEEDS, cells, made_up, record, save, table
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +31,269 @@ def small(tmp_path_factory):
     return save(tmp_path_factory.mktemp("small"), made_up(2, ("fog", "frost", "snow"), (1, 5)))
 
 
-def table(made, name):
-    return next(table for table in made.tables if table.name == name)
+# ---- the numbers
 
 
-def cells(made, name, label):
-    return [cell.text for line in table(made, name).lines if line.head[0] == label for cell in line.cells]
+def test_mean_of_means_and_sample_deviation_by_hand(tmp_path):
+    def run(seed, episode, accuracy):
+        domains = {f"{episode}-5": 10000}
+        place = {"name": episode, "images": 10000, "domains": domains, "digest": f"{seed}{episode}"}
+        return record("tent", accuracy, protocol="separated", seed=seed, episode=place)
+
+    values = {0: (0.50, 0.70), 1: (0.52, 0.74), 2: (0.60, 0.66)}  # means 60, 63, 63
+    save(
+        tmp_path,
+        [run(seed, name, v) for seed, pair in values.items() for name, v in zip(("fog", "snow"), pair, strict=True)],
+    )
+    made = report.make([tmp_path])
+    assert cells(made, "accuracy-offline", "tent")[0] == "62.00 ± 1.73"  # sqrt(((-2)² + 1² + 1²) / 2) = sqrt(3)
+    (fact,) = [fact for fact in made.tables[0].facts if fact.measure == "accuracy_percent"]
+    assert (fact.mean, fact.std, fact.seeds) == (pytest.approx(62), pytest.approx(math.sqrt(3)), 3)
+    assert (fact.paper_mean, fact.paper_std) == (80.86, 0.06)
+
+
+def test_one_seed_has_no_deviation():
+    assert over_seeds({4: 0.5}).text() == "0.50"
+    assert over_seeds({4: 0.5}).std is None
+    assert over_seeds({}) is None
+
+
+def test_accuracy_on_a_corruption_is_the_mean_over_severities_then_over_seeds(tmp_path):
+    by_seed = {0: {"fog-1": 0.8, "fog-5": 0.4, "snow-1": 1.0}, 1: {"fog-1": 0.9, "fog-5": 0.5, "snow-1": 0.0}}
+    runs = [record(seed=seed, by_domain=values, episode__digest=str(seed)) for seed, values in by_seed.items()]
+    found = by_corruption(read([save(tmp_path, runs)])[0])
+    assert found["fog"].mean == pytest.approx(65) and found["fog"].std == pytest.approx(math.sqrt(50))
+    assert found["snow"].mean == pytest.approx(50)
+
+
+def test_a_seed_without_all_episodes_is_left_out_and_said(tmp_path):
+    def run(method, seed, name):
+        place = {"name": name, "images": 10000, "domains": {}, "digest": f"{seed}{name}"}
+        return record(method, 0.5 + seed / 10, protocol="separated", seed=seed, episode=place)
+
+    runs = [run(method, seed, name) for method in ("tent", "cafe") for seed in (0, 1) for name in ("fog-5", "snow-5")]
+    runs.remove(run("tent", 1, "snow-5"))
+    made = report.make([save(tmp_path, runs)])
+    assert cells(made, "accuracy-offline", "tent")[0] == "50.00"
+    assert cells(made, "accuracy-offline", "cafe")[0] == "55.00 ± 7.07"
+    notes = made.tables[0].notes
+    assert "cifar10 separated: tent with seed 1 has only 1 of 2 episodes and is left out" in notes
+    assert "cifar10 separated: 2 seeds, but tent 1" in notes
+
+
+def test_ranks_ties_and_references():
+    assert ranks({"a": 1.0}) == {}
+    assert ranks({"a": 3.0, "b": 2.0, "c": 1.0}, lowest=True) == {"c": "best", "b": "second"}
+    assert ranks({"a": 50.001, "b": 50.004, "c": 49.99}) == {"a": "best", "b": "best", "c": "second"}
+    assert estimate([], lambda record: None, ["mixed"]) == (None, [])
+
+
+def test_a_method_that_needs_source_data_is_shown_but_never_best(tmp_path):
+    runs = [record(name, accuracy) for name, accuracy in (("source", 0.4), ("cafe", 0.6), ("dann", 0.9))]
+    made = report.make([save(tmp_path, runs)])
+    first = {line.head[0]: line.cells[0] for line in made.tables[0].lines}
+    assert {label: cell.rank for label, cell in first.items()} == {"source": "second", "cafe": "best", "dann": ""}
+    assert first["dann"].text == "90.00"
+    assert "Not ranked, because source data is needed while adapting: dann." in made.tables[0].caption
+
+
+def test_rows_follow_the_registry_and_then_the_label(tmp_path):
+    labels = [("cafe k=64", "cafe"), ("stranger", "stranger"), ("cafe k=8", "cafe"), ("cafe", "cafe"), ("tent", "tent")]
+    runs = [record(method, label=label, needs=None) for label, method in labels]
+    found = [row.label for row in rows(read([save(tmp_path, runs)])[0])]
+    assert found == ["tent", "cafe", "cafe k=8", "cafe k=64", "stranger"]
+
+
+# ---- the files
+
+GOLDEN = [
+    record("source", 0.5, seed=0, episode__digest="a"),
+    record("source", 0.5, seed=1, episode__digest="b"),
+    record("cafe", 0.625, seed=0, episode__digest="a"),
+    record("cafe", 0.615, seed=1, episode__digest="b"),
+]
+
+
+def test_golden_markdown(tmp_path):
+    text = to_markdown(report.make([save(tmp_path, GOLDEN)]).tables)
+    assert text.startswith(
+        """# Results
+
+## Test accuracy \\[%\\], offline: every image is answered after all of them were seen
+
+| method | needs | cifar10 all-mixed ours | cifar10 all-mixed paper |
+| --- | --- | --: | --: |
+| source | nothing | <u>50.00 ± 0.00</u> | <u>63.46 ± 0.61</u> |
+| cafe | stats | **62.00 ± 0.71** | **70.06 ± 0.25** |
+
+Mean ± standard deviation over seeds. Best in bold, second-best underlined.
+
+- cifar10 all-mixed: 10,000 images, 2 seeds, timm:resnet26 fedcba9876, data 0123456789, \
+corruptions from the published files (preset cifar)
+
+Notes:
+
+- cifar10 all-mixed: unlike the paper's: 2 domains of severity 5 instead of 15 of severity 5
+"""
+    )
+
+
+def test_golden_latex(tmp_path):
+    text = to_latex(report.make([save(tmp_path, GOLDEN)]).tables)
+    assert text.startswith(
+        r"""% \usepackage{booktabs}
+
+\begin{table*}[t]
+\centering
+\begin{tabular}{llrr}
+\toprule
+ &  & \multicolumn{2}{c}{cifar10} \\
+\cmidrule(lr){3-4}
+ &  & \multicolumn{2}{c}{all-mixed} \\
+\cmidrule(lr){3-4}
+method & needs & ours & paper \\
+\midrule
+source & nothing & \underline{$50.00_{\pm 0.00}$} & \underline{$63.46_{\pm 0.61}$} \\
+cafe & stats & \textbf{\boldmath $62.00_{\pm 0.71}$} & \textbf{\boldmath $70.06_{\pm 0.25}$} \\
+\bottomrule
+\end{tabular}
+"""
+    )
+
+
+def test_every_experiment_gives_its_table_and_its_figure(small):
+    made = report.make([small])
+    names = [table.name for table in made.tables]
+    assert names[:8] == [
+        "accuracy-offline", "accuracy-online", "shift-offline", "clean-offline", "dann-offline",
+        "groups", "frechet", "alignment",
+    ]  # fmt: skip
+    assert all(name.startswith("cost-") for name in names[8:]) and len(names) == 16
+    heads = [" ".join(head) for head in table(made, "accuracy-offline").heads]
+    assert heads[:4] == ["digits separated ", "digits all-mixed ", "cifar10 separated ours", "cifar10 separated paper"]
+    assert [line.head[0] for line in table(made, "groups").lines] == [
+        "8",
+        "16",
+        "32",
+        "64",
+        "128",
+        "256",
+        "512",
+        "1024",
+    ]
+    first = [cell.text for cell in table(made, "groups").lines[0].cells]
+    assert first[1] == first[4] == "N/A" and int(first[2]) > 256
+    notes = table(made, "accuracy-offline").notes
+    assert any(re.match(r"imagenet separated, .*: frost was made with stand-in textures", note) for note in notes)
+    assert any("cafe k=8 refused 6 steps and took 80" in note for note in table(made, "groups").notes)
+
+
+def test_the_same_records_give_the_same_files_in_any_order(tmp_path):
+    runs = [made for made in made_up(2, ("fog", "snow"), (1,)) if made["method"] in ("tent", "cafe")]
+    chosen = {("table1", "cifar10", "all-mixed", 128), *(("groups", "cifar100", "all-mixed", k) for k in (8, 16))}
+    runs = [
+        made
+        for made in runs
+        if (made["experiment"], made["dataset"], made["protocol"], made["source"]["num_groups"]) in chosen
+    ]
+    first, second = save(tmp_path / "a", runs), save(tmp_path / "b", runs[::-1])
+    report.write(report.make([first]), first / "report")
+    report.write(report.make([second]), second / "report")
+    for name in ("tables.md", "tables.csv", "tables.tex"):
+        assert (first / "report" / name).read_bytes() == (second / "report" / name).read_bytes()
+    figures = sorted(path.name for path in (first / "report/figures").iterdir())
+    expected = (
+        "accuracy-offline",
+        "corruptions-cifar10-all-mixed-offline",
+        "frechet",
+        "groups",
+        "group-sizes-imagenet",
+    )
+    assert {f"{name}.{kind}" for name in (*expected, "stream-cifar10") for kind in ("pdf", "png")} < set(figures)
+    for name in figures:
+        assert (first / "report/figures" / name).read_bytes() == (second / "report/figures" / name).read_bytes()
+
+
+def test_csv_is_tidy_and_exact(small):
+    made = report.make([small])
+    lines = list(csv.DictReader(to_csv(made.tables).splitlines()))
+    wanted = {"table": "accuracy-online", "dataset": "cifar100", "protocol": "all-mixed", "label": "tent"}
+    (line,) = [line for line in lines if wanted.items() <= line.items()]
+    runs = [json.loads(text) for text in (small / "records.jsonl").read_text().splitlines()]
+    runs = [r for r in runs if r["experiment"] == "online"]
+    runs = [r for r in runs if (r["dataset"], r["protocol"], r["label"]) == ("cifar100", "all-mixed", "tent")]
+    accuracies = [100 * r["accuracy"] for r in runs]
+    assert float(line["mean"]) == pytest.approx(statistics.mean(accuracies), rel=1e-12)
+    assert float(line["std"]) == pytest.approx(statistics.stdev(accuracies), rel=1e-12)
+    assert (line["seeds"], line["paper_mean"], line["needs"]) == ("2", "39.0", "nothing")
+
+
+def test_without_the_paper(small):
+    made = report.make([small], with_paper=False)
+    assert all("paper" not in head for table in made.tables for head in table.heads)
+    assert all(fact.paper_mean is None for table in made.tables for fact in table.facts)
+    assert not any("unlike the paper" in note for table in made.tables for note in table.notes)
+
+
+def test_the_page_escapes_everything_and_loads_nothing(tmp_path):
+    evil = "<script>alert(1)</script>&\"'|$_{\\"
+    runs = [record(label=evil, config={evil: evil}, dataset=evil, machine={evil: evil}, command=evil), record("tent")]
+    report.write(report.make([save(tmp_path, runs)]), tmp_path / "report")
+    page = (tmp_path / "report/index.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:image/svg|#)""", page)
+    assert "http-equiv" in page and "prefers-color-scheme: dark" in page
+    assert "<script" not in (tmp_path / "report/tables.md").read_text()
+    latex = (tmp_path / "report/tables.tex").read_text()
+    assert r"\textless{}script\textgreater{}" in latex and r"\$\_\{\textbackslash{}" in latex
+    assert all("/" not in path.name for path in (tmp_path / "report/figures").iterdir())
+
+
+def test_the_headings_of_the_page_fill_their_rows(small):
+    made = report.make([small])
+    page = to_html(made.tables, [], [("runs", "some")], [], [], "")
+    heads = re.findall("<thead>(.*?)</thead>", page)[: len(made.tables)]
+    for shown, head in zip(made.tables, heads, strict=True):
+        spans = [
+            (re.search(r'colspan="(\d+)"', cell), re.search(r'rowspan="(\d+)"', cell))
+            for cell in head.split("<th ")[1:]
+        ]
+        places = sum(int(wide[1] if wide else 1) * int(tall[1] if tall else 1) for wide, tall in spans)
+        assert places == shown.depth * (len(shown.stub) + len(shown.heads))
+    first = [re.sub("<.*?>", "|", head).split("|") for head in heads][0]
+    assert first.count("digits") == 1 and first.count("separated") == 4 and first.count("ours") == 7
+
+
+def test_every_method_looks_different():
+    found = styles([Row(name, name, needs) for name, needs in NEEDS.items()])
+    assert len({(style.colour, style.marker, style.filled) for style in found.values()}) == len(METHODS)
+    variants = [found[name].colour for name in found if name.startswith("cafe")]
+    assert len(set(variants)) == 1 and variants[0] not in {found[n].colour for n in found if not n.startswith("cafe")}
+
+
+# ---- the command
+
+
+def test_the_command(tmp_path):
+    save(tmp_path, [{**made, "stream": [], "by_domain": {}, "source": {}, "seconds": 0} for made in GOLDEN])
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"cafe +│ stats +│ 62.00 ± 0.71 │ 70.06 ± 0.25", result.stdout)
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "tables.md", "tables.csv", "tables.tex", "index.html", "figures",
+    }  # fmt: skip
+    other = tmp_path / "elsewhere"
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--output", str(other), "--no-paper"])
+    assert result.exit_code == 0 and "70.06" not in result.stdout and (other / "index.html").is_file()
+
+
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2 and re.fullmatch(r"error: there is no file or folder .+\n", result.stderr)
+
+
+def test_a_wide_table_is_printed_data_set_by_data_set(small, monkeypatch):
+    monkeypatch.setattr(report, "write", lambda made, output: [])
+    result = CliRunner().invoke(app, ["report", str(small)])
+    assert result.exit_code == 0 and "…" not in result.stdout
+    assert max(map(len, result.stdout.split("note:")[0].splitlines())) < 150

@@ -110,3 +110,12 @@ def test_set_without_labels_is_refused(classifier):
     (episode,) = protocols.clean(5)
     with pytest.raises(ValueError, match="mine has no labels: there is nothing to measure an accuracy with"):
         Stream(images, episode, PREPROCESSING)
+
+
+def test_offline_run_goes_on_for_a_method_that_wants_more(digits, classifier):
+    """DANN's iterations are more than one pass; online it is one pass all the same."""
+    stream = mixed(digits)
+    loader = [(PREPROCESSING(digits.images(range(20))), torch.from_numpy(digits.labels[:20]))]
+    adapter = cafe.create("dann", classifier, loader, iterations=7, batch_size=20, hidden=4)
+    assert run(adapter, stream, "offline").steps == 7
+    assert run(adapter, stream, "online").steps == 3

@@ -1,11 +1,6 @@
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -30,21 +25,6 @@ def run(*args, code=0):
     return result
 
 
-def process(*args):
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "cafe_tta", "corrupt", *map(str, args)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.01)
-    return found
-
-
 def files_under(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -58,143 +38,10 @@ def photos(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(digits.images([number])[0][: 32 - 4 * (number % 3 == 0)]).save(path)
     Image.fromarray(digits.images([0])[0]).save(tmp_path / "photos/c0/4.png")
-    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "photos/c0/tiny.png")
+    Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(tmp_path / "photos/c0/tiny.png")
     (tmp_path / "photos/c1/bad.jpg").write_text("words")
     (tmp_path / "photos/c1/empty.png").write_bytes(b"")
     return tmp_path / "photos"
-
-
-# Arrays
-
-
-def test_all_five_severities_of_an_array_are_the_published_layout(tmp_path):
-    run("--data", "digits:test", "--output", tmp_path / "c", "--corruptions", "fog,shot_noise", "--limit", 20)
-    names = {path.name for path in (tmp_path / "c").iterdir()}
-    assert names == {"fog.npy", "shot_noise.npy", "labels.npy", "settings.json", "contact-sheet.png"}
-    fog, labels = np.load(tmp_path / "c/fog.npy"), np.load(tmp_path / "c/labels.npy")
-    assert fog.shape == (100, 32, 32, 3) and fog.dtype == np.uint8
-    assert labels.shape == (100,) and labels.dtype == np.uint8
-    digits = data.load("digits:test")
-    chosen = np.sort(np.random.default_rng(0).permutation(896)[:20])
-    for severity in range(1, 6):
-        expected = corruptions.corrupt(digits.images(chosen.tolist()), "fog", severity, indices=chosen)
-        np.testing.assert_array_equal(fog[20 * severity - 20 : 20 * severity], expected)
-    found = data.load(f"cifar10-c@{tmp_path / 'c'}")
-    assert found.labels.tolist() == digits.labels[chosen].tolist() and found.classes == digits.classes
-    np.testing.assert_array_equal(found.corrupted([3], "fog", 5), fog[83:84])
-
-
-def test_some_severities_are_read_again_too(tmp_path):
-    run(
-        "--data",
-        "digits:test",
-        "--output",
-        tmp_path / "c",
-        "--corruptions",
-        "contrast",
-        "--severity",
-        "2,5",
-        "--limit",
-        9,
-    )
-    found = data.load(f"cifar10-c@{tmp_path / 'c'}")
-    assert (found.severities(), len(found)) == ((2, 5), 9)
-    both = np.load(tmp_path / "c/contrast.npy")
-    np.testing.assert_array_equal(found.corrupted([8], "contrast", 5), both[17:18])
-
-
-def test_the_layout_arrays_is_a_folder_for_every_domain(tmp_path):
-    options = ("--corruptions", "fog", "--severity", "1-2", "--limit", 7, "--layout", "arrays", "--no-contact-sheet")
-    said = run("--data", "digits:test", "--output", tmp_path / "c", *options).stdout
-    assert f"arrays:{tmp_path}/c/fog-2" in said and not (tmp_path / "c/contact-sheet.png").exists()
-    fog = data.load(f"arrays:{tmp_path}/c/fog-2")
-    assert len(fog) == 7 and fog.classes == tuple("0123456789") and fog.labels is not None
-
-
-def test_images_of_a_folder_become_an_array_if_they_have_one_size(photos, tmp_path):
-    options = ("--corruptions", "fog", "--severity", 1, "--layout", "cifar-c", "--no-contact-sheet")
-    refused = run("--data", photos, "--output", tmp_path / "c", *options, code=2)
-    assert "do not fit one array" in refused.stderr and "--layout folder" in refused.stderr
-    for odd in ("c0/0.jpg", "c1/3.jpg", "c0/6.bmp", "c0/tiny.png"):
-        (photos / odd).unlink()
-    said = run("--data", photos, "--output", tmp_path / "c", *options)
-    assert "left out c1/bad.jpg: not an image" in said.stderr
-    assert np.load(tmp_path / "c/fog.npy").shape == (6, 32, 32, 3)
-    assert data.load(f"cifar10-c@{tmp_path / 'c'}").labels.tolist() == [0, 0, 0, 1, 1, 1]
-
-
-def test_a_killed_run_goes_on_and_other_processes_make_the_same(tmp_path):
-    """kill -9 of a run with two workers: they end too; what was finished stays; the rest is made by one process."""
-    output = tmp_path / "c"
-    child = process("--data", "digits", "--output", output, "--workers", 2, "--severity", "1-5")
-    wait_for(lambda: child.poll() is not None or len(list(output.glob("*_noise.npy"))) >= 2)
-    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
-    child.kill()
-    child.communicate()
-    wait_for(lambda: not any(_runs(worker) for worker in workers), 10)
-    finished = {path: path.stat().st_mtime_ns for path in output.glob("*.npy")}
-    assert 2 <= len(finished) < 16 and (output / ".unfinished").is_dir()
-    run("--data", "digits", "--output", output)
-    assert not (output / ".unfinished").exists()
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    digits = data.load("digits")
-    for name in corruptions.NAMES:
-        made = np.load(output / f"{name}.npy")
-        assert made.shape == (5 * 1797, 32, 32, 3)
-        for severity in (1, 5):
-            expected = corruptions.corrupt(digits.array[-50:], name, severity, indices=np.arange(1747, 1797))
-            np.testing.assert_array_equal(made[1797 * severity - 50 : 1797 * severity], expected)
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_blocks_of_a_stopped_run_are_not_made_again(tmp_path, monkeypatch):
-    from cafe_tta.data.copies import arrays
-
-    monkeypatch.setattr(arrays, "BLOCK_BYTES", 3072 * 10)
-    options = (
-        "--data",
-        "digits:test",
-        "--output",
-        tmp_path / "c",
-        "--corruptions",
-        "fog",
-        "--severity",
-        3,
-        "--limit",
-        95,
-    )
-    real, calls = corruptions.corrupt, []
-
-    def counted(images, *args):
-        calls.append(len(images))
-        if len(calls) == 5:
-            raise OSError(28, "No space left on device")
-        return real(images, *args)
-
-    monkeypatch.setattr(arrays.corruptions, "corrupt", counted)
-    assert "No space left" in run(*options, code=2).stderr
-    assert len(list((tmp_path / "c/.unfinished").glob("*.block"))) == 4
-    calls[:] = [0] * 5
-    run(*options)
-    assert calls[5:] == [10, 10, 10, 10, 10, 5]
-    chosen = np.sort(np.random.default_rng(0).permutation(896)[:95])
-    expected = real(data.load("digits:test").images(chosen.tolist()), "fog", 3, indices=chosen)
-    np.testing.assert_array_equal(np.load(tmp_path / "c/fog.npy"), expected)
-
-
-def test_a_polite_stop_says_how_to_go_on(tmp_path):
-    child = process("--data", "digits", "--output", tmp_path / "c")
-    wait_for(lambda: child.poll() is not None or (tmp_path / "c/shot_noise.npy").exists())
-    child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 128 + signal.SIGTERM
-    assert re.fullmatch(r"interrupted: \d+ of 134775 copies are made; the same command goes on\n", said)
 
 
 # Folders
@@ -262,6 +109,18 @@ def test_imagenet_becomes_imagenet_c(tmp_path, monkeypatch):
     assert found.item_name(0) == "n0/0.JPEG"
 
 
+def test_images_of_a_folder_become_an_array_if_they_have_one_size(photos, tmp_path):
+    options = ("--corruptions", "fog", "--severity", 1, "--layout", "cifar-c", "--no-contact-sheet")
+    refused = run("--data", photos, "--output", tmp_path / "c", *options, code=2)
+    assert "do not fit one array" in refused.stderr and "--layout folder" in refused.stderr
+    for odd in ("c0/0.jpg", "c1/3.jpg", "c0/6.bmp", "c0/tiny.png"):
+        (photos / odd).unlink()
+    said = run("--data", photos, "--output", tmp_path / "c", *options)
+    assert "left out c1/bad.jpg: not an image" in said.stderr
+    assert np.load(tmp_path / "c/fog.npy").shape == (6, 32, 32, 3)
+    assert data.load(f"cifar10-c@{tmp_path / 'c'}").labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
 def test_arrays_become_files_in_class_folders(tmp_path):
     options = ("--corruptions", "fog", "--severity", 1, "--limit", 5, "--layout", "folder")
     run("--data", "digits:test", "--output", tmp_path / "c", *options)
@@ -271,6 +130,16 @@ def test_arrays_become_files_in_class_folders(tmp_path):
         assert digits.labels[int(number)] == int(label)
         expected = corruptions.corrupt(digits.images([int(number)]), "fog", 1, indices=[int(number)])
         np.testing.assert_array_equal(made.images([index]), expected)
+
+
+def test_a_folder_without_a_readable_image_is_refused_with_the_reason(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number:02d}.png").write_bytes(b"")
+    options = ("--corruptions", "fog", "--severity", 1, "--no-contact-sheet")
+    output = tmp_path.parent / f"{tmp_path.name}-c"
+    assert "none of the 12 images" in run("--data", tmp_path, "--output", output, *options, code=2).stderr
+    Image.fromarray(np.zeros((50, 50, 3), np.uint8)).save(tmp_path / "02.png")
+    assert "preset tinyimagenet" in run("--data", tmp_path, "--output", output, *options).stdout
 
 
 # Settings

@@ -76,6 +76,14 @@ def test_a_damaged_file_is_named(cifar, tmp_path):
         data.load("cifar10:test")
 
 
+def test_a_missing_file_is_named(cifar, tmp_path):
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"not complete in .*: cifar-10-batches-py/data_batch_3 is missing; put"
+    ):
+        data.load("cifar10:test")
+
+
 def test_an_archive_that_is_there_is_unpacked_without_a_download(cifar, tmp_path, monkeypatch):
     archive, folder = tmp_path / "cifar-10-python.tar.gz", tmp_path / "cifar-10-batches-py"
     with tarfile.open(archive, "w:gz") as file:
@@ -91,11 +99,11 @@ def test_an_archive_that_is_there_is_unpacked_without_a_download(cifar, tmp_path
     [
         (
             "cifar10",
-            r"test_batch.* is missing; put cifar-10-python\.tar\.gz into {root}.*from https://www\.cs\.toronto",
+            r"no cifar10 in {root}; put cifar-10-python\.tar\.gz into {root}.*from https://www\.cs\.toronto",
         ),
-        ("cifar100:train", r"cifar-100-python/train.*put cifar-100-python\.tar\.gz into {root}.*CAFE_TTA_DOWNLOAD=1"),
-        ("svhn:test", r"test_32x32\.mat is missing; put test_32x32\.mat into {root}, from http://ufldl"),
-        ("mnist", r"MNIST/raw/t10k-images-idx3-ubyte.*put MNIST/raw/train-images-idx3-ubyte\.gz, .* into {root}"),
+        ("cifar100:train", r"no cifar100 in .*put cifar-100-python\.tar\.gz into {root}.*CAFE_TTA_DOWNLOAD=1"),
+        ("svhn:test", r"no svhn in {root}; put test_32x32\.mat into {root}, from http://ufldl"),
+        ("mnist", r"no mnist in .*put MNIST/raw/train-images-idx3-ubyte\.gz, .* into {root}"),
         ("imagenet", r"put the 1000 class folders into {root}/val or .*ILSVRC2012_img_val\.tar of https://image-net"),
         ("cifar10-c", r"{root}/CIFAR-10-C; expected .* from https://zenodo.*missing: gaussian_noise\.npy, shot_noise"),
         ("imagenet-c@{root}/x", r"no ImageNet-C at {root}/x; expected .*fog/5/n01440764"),

@@ -176,6 +176,7 @@ def experiment(
     methods: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     sweep: Sequence[int] | None = None,
+    mode: Mode | None = None,
     **settings: Any,
 ) -> Experiment:
     """A kind on a data set, with the paper's methods or those named, and options changed by method."""
@@ -187,8 +188,8 @@ def experiment(
     if found.name in BASES and found.name not in KINDS[kind].bases:
         raise ValueError(f"experiment {kind!r} is not for {found.name}; choose from: {', '.join(KINDS[kind].bases)}")
     changed = options or {}
-    online = kind == "online"
-    preset = f"{found.preset}-online" if online else found.preset
+    mode = mode or ("online" if kind in ("online", "continual") else "offline")
+    preset = f"{found.preset}-online" if mode == "online" else found.preset
     rivals = [name for name, method in METHODS.items() if method.needs != "data"]
     if kind == "groups":
         names = list(methods or ["cafe"])
@@ -197,7 +198,7 @@ def experiment(
             for name in names
             for k in (sweep or found.sweep)
         )
-        parts: tuple[Part, ...] = (Part("all-mixed", "offline", choices),)
+        parts: tuple[Part, ...] = (Part("all-mixed", mode, choices),)
     else:
         default = ["source", "dann", "cafe"] if kind == "dann" else rivals
         choices = tuple(_choice(name, preset, changed) for name in (methods or default))
@@ -211,7 +212,6 @@ def experiment(
             "continual": ("continual",),
             "shift": ("shift",),
         }[kind]
-        mode: Mode = "online" if kind in ("online", "continual") else "offline"
         parts = tuple(Part(protocol, mode, choices) for protocol in columns)
     return Experiment(kind, found, parts, frechet=settings.pop("frechet", KINDS[kind].frechet), **settings)
 

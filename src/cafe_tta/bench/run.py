@@ -57,7 +57,8 @@ def run(
     """Resets the adapter, shows it the stream once, and compares its answers with the labels.
 
     Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
-    in evaluation mode. `advance` is told how many images were dealt with.
+    in evaluation mode; only a method that `wants_more` sees the images more than once before that. `advance` is told
+    how many images were dealt with.
     """
     adapter.reset()
     online, seconds = [], 0.0
@@ -67,6 +68,13 @@ def run(
         seconds += time.perf_counter() - start
         online.append(logits.argmax(1) == batch.labels)
         advance(len(batch.images))
+    while mode == "offline" and adapter.wants_more():
+        for batch in stream.batches(adapter.config.batch_size):
+            if not adapter.wants_more():
+                break
+            start = time.perf_counter()
+            adapter(batch.images)
+            seconds += time.perf_counter() - start
     offline = []
     frechet = aligned = None
     if mode == "offline" or reference is not None:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from cafe_tta.bench.experiments import BASES, KINDS, Base, Experiment, experiment
+from cafe_tta.bench.run import Mode
 from cafe_tta.bench.runner import Runner, describe
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import inputs
@@ -62,6 +63,10 @@ def bench(
             rich_help_panel=_WHAT,
             show_default=False,
         ),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="online or offline, if not the experiment's.", rich_help_panel=_WHAT, show_default=False),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Test images, if not the data set's own.", show_default=False)
@@ -126,6 +131,7 @@ def bench(
         methods=names,
         options=_options(settings or [], names or list(METHODS)),
         sweep=None if sweep is None else [_number(text) for text in sweep.split(",")],
+        mode=_mode(mode),
         seeds=tuple(range(seeds)),
         limit=limit,
         frechet=KINDS[kind].frechet if frechet is None and kind in KINDS else bool(frechet),
@@ -133,7 +139,7 @@ def bench(
     if show_episodes:
         _show_episodes(chosen)
         return
-    folder = output or Path("results") / f"{kind}-{base.name}"
+    folder = output or Path("results") / "-".join([kind, base.name, *([mode] if mode else [])])
     runner = Runner(chosen, SourceSide(base, folder / "source", source_options, say), folder)
     _work(runner, folder)
 
@@ -192,6 +198,12 @@ def _options(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[st
         for name in chosen:
             options.setdefault(name, {}).update(parse_settings(name, [text]))
     return options
+
+
+def _mode(text: str | None) -> Mode | None:
+    if text not in (None, "online", "offline"):
+        raise ValueError(f"expected --mode to be online or offline, but got {text!r}")
+    return text  # type: ignore[return-value]
 
 
 def _number(text: str) -> int:

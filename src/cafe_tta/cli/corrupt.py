@@ -32,7 +32,7 @@ def corrupt(
         str, typer.Option("--corruptions", help="all (the 15), held-out (the other 4), or names: fog,snow.")
     ] = "all",
     severity: Annotated[
-        list[str] | None, typer.Option(help="1 to 5; several: 3,5 or 1-3. [default: 1-5]", show_default=False)
+        list[str] | None, typer.Option(help="1 to 5; several: 3,5 or 1-3. By default all.", show_default=False)
     ] = None,
     preset: Annotated[
         str | None,
@@ -49,15 +49,15 @@ def corrupt(
     layout: Annotated[
         str,
         typer.Option(
-            help="folder: CORRUPTION/SEVERITY/FILE, as ImageNet-C. cifar-c: CORRUPTION.npy, as CIFAR-10-C. arrays: "
-            "CORRUPTION-SEVERITY/images.npy. auto: folder for image files, cifar-c for arrays."
+            help="folder: image files, as ImageNet-C. cifar-c: one array for each corruption, as CIFAR-10-C. arrays: "
+            "one for each corruption and severity. auto: folder for image files, cifar-c for arrays."
         ),
     ] = "auto",
     file_format: Annotated[
         str | None,
         typer.Option(
             "--format",
-            help="Of image files: png, or jpg of quality 85, as the published ImageNet-C. [default: png]",
+            help="Of image files: png (default), or jpg of quality 85, as the published ImageNet-C.",
             show_default=False,
         ),
     ] = None,

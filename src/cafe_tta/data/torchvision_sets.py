@@ -1,6 +1,7 @@
 """CIFAR-10, CIFAR-100, SVHN and MNIST, read by torchvision, which knows their files, addresses and checksums."""
 
 import os
+import re
 import urllib.error
 import warnings
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ def _what_to_do(kind: str, reader: Any, root: Path, split: str) -> str:
     missing = [name for name in names if not (root / name).is_file()]
     if damaged := _damaged(reader, root, split):
         problem = f"{kind} cannot be read: {', '.join(damaged)} is damaged (its checksum is another)"
+    elif missing == names:
+        problem = f"no {kind} in {root}"
     elif missing:
         problem = f"{kind} is not complete in {root}: {', '.join(missing)} is missing"
     else:
@@ -131,9 +134,10 @@ def _what_to_do(kind: str, reader: Any, root: Path, split: str) -> str:
 
 
 def _not_downloaded(kind: str, reader: Any, root: Path, split: str, error: Exception) -> str:
-    reason = getattr(error, "reason", None) or error
+    text = " ".join(str(getattr(error, "reason", None) or error).split())
+    told = re.search("<urlopen error (.*?)>", text)  # for MNIST, torchvision lists those of all mirrors
     names = [name for name, _ in _archives(reader)] or [name for name, _ in _files(reader, split)]
     return (
-        f"could not download {kind} from {SOURCES[kind].page} ({' '.join(str(reason).split())[:200]}); "
+        f"could not download {kind} from {SOURCES[kind].page} ({told[1] if told else text}); "
         f"without internet, put {', '.join(names)} into {root}"
     )

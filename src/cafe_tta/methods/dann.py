@@ -86,13 +86,16 @@ class DANN(GradientAdapter):
         self.notes |= {"label": label_loss.item(), "domain": domain_loss.item()}
         return label_loss + domain_loss
 
+    def wants_more(self) -> bool:
+        return self.counters.batches < self.config.iterations
+
     def fit(self, batches: Iterable[Any]) -> None:
         """A whole fine-tuning run: `config.iterations` steps over the target images, again and again."""
-        while self.counters.batches < self.config.iterations:
+        while self.wants_more():
             before = self.counters.batches
             for batch in batches:
                 self(images_of(batch))
-                if self.counters.batches >= self.config.iterations:
+                if not self.wants_more():
                     return
             if self.counters.batches == before:
                 raise ValueError("expected at least one batch of target images, but the loader was empty")

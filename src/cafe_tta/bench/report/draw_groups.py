@@ -102,9 +102,8 @@ def _sizes(dataset: str, by_k: dict[tuple[int, int | None], list[int]], batches:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.set_ylim(0.8, 1.6 * max([tallest, *batches]))
             axes.set_xlim(0.5, len(sizes) + 0.5)
-            limit = "" if key[1] is None else f", at most {key[1]} dims"
-            axes.set_title(f"k = {key[0]}{limit}")
-            axes.text(0.97, 0.93, f"largest {sizes[0]}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
+            limit = "" if key[1] is None else f" (limit {key[1]})"
+            axes.set_title(f"k = {key[0]}: largest {sizes[0]}{limit}")
             axes.grid(axis="x", visible=False)
             if number % across == 0:
                 axes.set_ylabel("dimensions")

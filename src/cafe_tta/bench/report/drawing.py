@@ -40,6 +40,7 @@ class Drawing:
     name: str
     title: str
     caption: str
+    width: float  # inches
     png: bytes
     pdf: bytes
     svg: bytes
@@ -116,6 +117,7 @@ def draw(
             name,
             title,
             caption,
+            size[0],
             _saved(figure, "png", dpi, {"Software": None}),
             _saved(figure, "pdf", dpi, {"CreationDate": None, "Creator": None, "Producer": None}),
             _saved(figure, "svg", dpi, {"Date": None, "Creator": None}),

@@ -39,8 +39,9 @@ def _list(items: Iterable[str]) -> str:
 
 
 def escape(text: str) -> str:
+    r"""
+    >>> print(escape("a|b <i> _c_"))
+    a\|b &lt;i&gt; \_c\_
     """
-    >>> escape("a|b <i> _c_")
-    'a\\\\|b \\\\<i\\\\> \\\\_c\\\\_'
-    """
-    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", " ".join(text.split()))
+    plain = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(text.split()))
+    return plain.replace("<", "&lt;").replace(">", "&gt;")

@@ -3,13 +3,14 @@
 import base64
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, takewhile
 from urllib.parse import quote
 
 from cafe_tta.bench.report.drawing import Drawing
 from cafe_tta.bench.report.settings import CHOICES_HEAD, Lines
 from cafe_tta.bench.report.table import Cell, Table
 
+PIXELS_PER_INCH = 115
 _CSS = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5a6570; --page: #fff; --line: #d8dee4; --shade: #f4f6f8;
   --accent: #0072b2; --paper: #6b5a2e; }
@@ -25,8 +26,8 @@ p, ul { max-width: 70ch; }
 a { color: var(--accent); }
 nav a { display: inline-block; margin: .15rem 1rem .15rem 0; }
 .soft, .about, figcaption { color: var(--soft); font-size: .88rem; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; border: 1px solid var(--line); border-radius: 8px; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .34rem .65rem; text-align: right; white-space: nowrap; }
 th { font-weight: 600; }
 thead th { border-bottom: 1px solid var(--line); background: var(--shade); text-align: center; }
@@ -38,13 +39,14 @@ tbody th + th { font-weight: 400; color: var(--soft); }
 .edge { border-left: 1px solid var(--line); }
 td.paper { color: var(--paper); }
 td.wide { white-space: normal; min-width: 22rem; overflow-wrap: anywhere; text-align: left; }
+ul.contents { columns: 26rem 2; padding-left: 1.2rem; max-width: none; }
 ul.notes { padding: .6rem 1rem .6rem 2rem; background: var(--shade); border-left: 3px solid var(--accent);
   border-radius: 4px; font-size: .9rem; }
 figure { margin: 1.5rem 0; }
 summary { cursor: pointer; color: var(--accent); font-size: .95rem; max-width: 70ch; }
-figure img { display: block; width: 100%; height: auto; }
+figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
 .card { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: .8rem; overflow-x: auto; }
-@media (max-width: 640px) { .card img { min-width: 34rem; } body { font-size: 15px; } }
+@media (max-width: 640px) { .card img { max-width: 46rem; } body { font-size: 15px; } }
 @media print { nav { display: none; } .scroll, .card { border: 0; } h2 { break-after: avoid; }
   figure { break-inside: avoid; } }
 """
@@ -88,7 +90,7 @@ def to_html(
 
 def _contents(tables: Sequence[Table]) -> str:
     items = "".join(f'<li><a href="#table-{_id(table.name)}">{escape(table.title)}</a></li>' for table in tables)
-    return f'<ul class="soft">{items}</ul>'
+    return f'<ul class="soft contents">{items}</ul>'
 
 
 def _id(name: str) -> str:
@@ -102,8 +104,11 @@ def _table(table: Table) -> str:
         stub = "".join(_stub_head(name, i, table.depth) for i, name in enumerate(table.stub)) if level == 0 else ""
         cells, start = "", 0
         for text, width in table.spans(level):
+            below = table.heads[start][level + 1 :]
+            empty = len(list(takewhile(lambda part: not part, below)))  # nothing below: the heading reaches down
             kind = ' class="edge"' if start in edges else ""
-            cells += f'<th scope="col" colspan="{width}"{kind}>{escape(text)}</th>'
+            if text:
+                cells += f'<th scope="col" colspan="{width}" rowspan="{1 + empty}"{kind}>{escape(text)}</th>'
             start += width
         head.append(f"<tr>{stub}{cells}</tr>")
     lines = []
@@ -111,11 +116,13 @@ def _table(table: Table) -> str:
         stub = "".join(f'<th scope="row">{escape(text)}</th>' for text in line.head)
         cells = "".join(_cell(cell, table.heads[i][-1], i in edges) for i, cell in enumerate(line.cells))
         lines.append(f"<tr>{stub}{cells}</tr>")
-    about = "<br>".join(escape(text) for text in (table.caption, *table.about) if text)
+    about = "".join(f"<li>{escape(text)}</li>" for text in table.about)
+    if about:
+        about = f"<details><summary>What the columns are</summary><ul>{about}</ul></details>"
     return (
         f'<h3 id="table-{_id(table.name)}">{escape(table.title)}</h3>\n<div class="scroll"><table>\n'
         f"<thead>{''.join(head)}</thead>\n<tbody>{''.join(lines)}</tbody>\n</table></div>\n"
-        f'<p class="about">{about}</p>\n{_notes(table.notes)}'
+        f'<p class="about">{escape(table.caption)}</p>\n<div class="about">{about}</div>\n{_notes(table.notes)}'
     )
 
 
@@ -148,7 +155,7 @@ def _figure(drawing: Drawing) -> str:
     title, caption = escape(drawing.title, quote=True), escape(drawing.caption)
     return (
         f'<figure id="figure-{_id(drawing.name)}"><h3>{title}</h3>\n'
-        f'<div class="card"><img alt="{title}" src="data:image/svg+xml;base64,{picture}"></div>\n'
+        f'<div class="card"><img alt="{title}" width="{round(PIXELS_PER_INCH * drawing.width)}" src="data:image/svg+xml;base64,{picture}"></div>\n'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 

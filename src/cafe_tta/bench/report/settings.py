@@ -18,7 +18,7 @@ def what_was_run(records: Sequence[Record]) -> Lines:
     dates = sorted(record.finished for record in records if record.finished)
     seeds = sorted({record.seed for record in records})
     facts: Lines = [
-        ("runs", f"{len(records):,} finished, {count(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"),
+        ("runs", f"{len(records):,} runs finished, {count(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"),
         ("experiments", ", ".join(sorted({record.experiment for record in records}, key=natural))),
     ]
     facts += [("model", text) for text in _distinct(_model(record) for record in records)]

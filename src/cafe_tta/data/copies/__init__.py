@@ -107,14 +107,17 @@ def choose(count: int, limit: int | None, seed: int) -> Labels:
 
 def preset_for(imageset: ImageSet, chosen: Labels) -> str:
     """The preset of the published set whose images are nearest in size: the median of a few, their short side."""
-    sides = []
-    for index in chosen[spread(len(chosen), 9)]:
+    sides: list[int] = []
+    few = chosen[spread(len(chosen), 9)].tolist()
+    for number, index in enumerate([*few, *chosen.tolist()]):
+        if number >= len(few) and sides:
+            break  # the others are only asked if none of the few can be read
         try:
-            sides.append(min(imageset.images([int(index)]).shape[1:3]))
+            sides.append(min(imageset.images([index]).shape[1:3]))
         except UnreadableImage:
             continue
     if not sides:
-        raise ValueError(f"none of {len(chosen)} images of {imageset.name} that were tried could be read")
+        raise ValueError(f"none of the {len(chosen)} images of {imageset.name} could be read")
     return next((name for largest, name in _PRESET_SIDES if np.median(sides) <= largest), "imagenet")
 
 

@@ -1,0 +1,98 @@
+"""Records that are broken, doubled, or do not fit together: the report says which, and makes no table of them."""
+
+import math
+import re
+
+import pytest
+
+from cafe_tta.bench import report
+from cafe_tta.bench.report.columns import columns
+
+from .report_records import cells, record, save
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no records.jsonl; expected the folder that a benchmark"):
+        report.make([tmp_path])
+    with pytest.raises(FileNotFoundError, match="there is no file or folder .*nowhere"):
+        report.make([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match="no finished run in"):
+        report.make([save(tmp_path, [])])
+    with pytest.raises(ValueError, match="expected at least one folder or file"):
+        report.make([])
+
+
+def test_a_broken_line_is_named_and_an_unfinished_last_one_is_left_out(tmp_path):
+    path = save(tmp_path, [record(), record("tent")]) / "records.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole[:50])
+    made = report.make([tmp_path])
+    assert len(made.records) == 2 and made.notes == (f"{path}, line 3 is unfinished and was left out",)
+    path.write_text(whole[:50] + "\n" + whole)
+    with pytest.raises(ValueError, match=r"records.jsonl, line 1 is not a JSON record \(.*\); remove the line"):
+        report.make([tmp_path])
+    path.write_text(whole + whole[:50] + "\n")  # ended by a line break: not a run that was stopped
+    with pytest.raises(ValueError, match="line 3 is not a JSON record"):
+        report.make([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "record format 2, but this release reads format 1"),
+        ({"accuracy": 70.0}, "expected `accuracy` to be a share between 0 and 1, but got 70.0"),
+        ({"accuracy": math.nan}, "expected `accuracy` to be a share between 0 and 1, but got nan"),
+        ({"by_domain": {"fog-5": "x"}}, "expected `by_domain['fog-5']` to be a share between 0 and 1, but got 'x'"),
+        ({"stream": 3}, "expected `stream` to be a list, but got 3"),
+        ({"seed": None}, "expected `seed` to be a whole number of at least 0, but got None"),
+        ({"method": ""}, "expected `method` to be a text, but got ''"),
+        ({"config": [1]}, "expected `config` to be an object, but got [1]"),
+        ({"frechet_after": math.inf}, "expected `frechet_after` to be a finite number or null, but got inf"),
+        ({"episode__images": 0}, "expected `episode.images` to be a whole number of at least 1, but got 0"),
+    ],
+)
+def test_a_record_that_cannot_be_believed(tmp_path, changes, message):
+    save(tmp_path, [record("tent"), record(**changes)])
+    with pytest.raises(ValueError, match=rf"records.jsonl, line 2: {re.escape(message)}"):
+        report.make([tmp_path])
+
+
+def test_joined_folders_and_repeated_runs(tmp_path):
+    one = save(tmp_path / "one", [record("tent"), record("cafe")])
+    two = save(tmp_path / "two", [record("cafe", experiment="mixed"), record("source")])
+    made = report.make([one, two / "records.jsonl", one])
+    assert [line.head[0] for line in made.tables[0].lines] == ["source", "tent", "cafe"]
+    assert made.notes == ("1 repeated run counted once",)
+    save(two, [record("cafe", 0.51)])
+    with pytest.raises(ValueError, match=r"line 2 and .* are the same run .* disagree: accuracy 0.500000 and 0.510000"):
+        report.make([one, two])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__digest": "other"}, 'differ in the data: "other" in'),
+        ({"model__weights": "other"}, "differ in the model weights"),
+        ({"corruptions__preset": "imagenet"}, "differ in the corruption preset"),
+        ({"corruptions__frost_is_standard": False}, "differ in the frost textures"),
+        ({"episode__images": 2000}, "differ in the number of images"),
+        ({"episode__digest": "cd"}, "differ in the images and corruptions dealt"),
+    ],
+)
+def test_runs_that_cannot_stand_in_one_column(tmp_path, changes, words):
+    with pytest.raises(
+        ValueError, match=r"cifar10 all-mixed \(offline\): the runs cannot stand in one column"
+    ) as caught:
+        report.make([save(tmp_path, [record("tent"), record("cafe", **changes)])])
+    assert words in str(caught.value) or words.replace('"other" in', '"0123456789abcdef" in') in str(caught.value)
+    assert "report them separately" in str(caught.value)
+
+
+def test_one_label_means_one_set_of_options(tmp_path):
+    runs = [record("tent"), record("tent", seed=1, episode__digest="b", config__lr=0.1)]
+    with pytest.raises(ValueError, match=r"differ in the option `lr` of 'tent': 0.001 in .* but 0.1 in"):
+        report.make([save(tmp_path, runs)])
+    runs[1]["label"] = "tent lr=0.1"
+    made = report.make([save(tmp_path, runs)])
+    assert cells(made, "accuracy-offline", "tent lr=0.1") == ["50.00", "–"]  # the paper's number is for its own options
+    assert len(columns(made.records)) == 1
