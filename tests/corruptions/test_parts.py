@@ -163,3 +163,13 @@ def test_damage_grows_with_severity(name: str, preset: str) -> None:
 @pytest.mark.parametrize("name", ["glass_blur", "motion_blur", "snow", "fog", "pixelate"])
 def test_the_last_severity_is_worse_than_the_first(name: str, preset: str) -> None:
     assert damage(name, 5, preset) > damage(name, 1, preset)
+
+
+def test_zoom_blur_of_large_images_is_the_same_by_axes_as_by_one_matrix():
+    from cafe_tta.corruptions import blur
+
+    image = np.random.default_rng(0).integers(0, 256, (1, 61, 83, 3), dtype=np.uint8)
+    for parameters in ((1, 1.11, 0.01), (1, 1.31, 0.03)):
+        whole = blur.zoom_blur(image, None, *parameters)[0].astype(int)
+        by_axes = blur._zoom_blur_by_axes(image[0], *parameters).astype(int)
+        assert np.abs(whole - by_axes).max() <= 1 and (whole != by_axes).mean() < 0.001

@@ -54,7 +54,7 @@ HeadOption = Annotated[
     ),
 ]
 DataOption = Annotated[
-    str, typer.Option("--data", help="A folder of images, arrays:DIR, digits:train or digits:test.", show_default=False)
+    str, typer.Option("--data", help="A folder of images, arrays:DIR, digits:test, cifar10:test …", show_default=False)
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that read images ahead.")]
@@ -189,8 +189,10 @@ def match_labels(
         numbers = np.array([place.get(name, -1) for name in names])
     elif all(name.isdecimal() for name in names):
         numbers = np.array([int(name) if int(name) < num_classes else -1 for name in names])
+    elif len(names) == num_classes:
+        numbers = np.arange(num_classes)  # as many classes: their numbers are the model's
     else:
-        return None, "there are class folders, but the model has no class names"
+        return None, f"there are {len(names)} classes, but the model has {num_classes}, without names"
     matched: Labels = numbers[labels].astype(np.int64)
     if (matched < 0).all():
         return None, "no class folder is called like a class of the model"

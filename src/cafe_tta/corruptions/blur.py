@@ -5,9 +5,13 @@ from math import ceil
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 
 from .pixels import Doubles, Images, gaussian_smooth_all, truncate
+
+# Pixels of an image whose zoom blur is one cached matrix; by the image's size alone, so that batches do not matter.
+LARGEST_ZOOM_MATRIX = 256 * 256
 
 
 @lru_cache(maxsize=32)
@@ -79,9 +83,27 @@ def zoom_matrix(height: int, width: int, start: float, stop: float, step: float)
     return matrix
 
 
+def _zoom_blur_by_axes(image: npt.NDArray[np.uint8], start: float, stop: float, step: float) -> npt.NDArray[np.uint8]:
+    """The same for an image whose matrix over pixels would not fit into memory: rows first, then columns."""
+    height, width, _ = image.shape
+    factors = np.arange(start, stop, step).tolist()
+    values = image.astype(np.float32)
+    total = values.copy()
+    for factor in factors:
+        rows, columns = (
+            interpolation_matrix(zoom_positions(side, factor)).astype(np.float32) for side in (height, width)
+        )
+        stretched = (rows @ values.reshape(height, width * 3)).reshape(height, width, 3)
+        turned = np.ascontiguousarray(stretched.swapaxes(0, 1)).reshape(width, height * 3)
+        total += (columns @ turned).reshape(width, height, 3).swapaxes(0, 1)
+    return truncate(total / np.float32(len(factors) + 1))
+
+
 def zoom_blur(images: Images, _streams: object, start: float, stop: float, step: float) -> Images:
     """Average the image with enlargements of itself; factor 1 is one of them, so the image counts twice."""
     count, height, width, _ = images.shape
+    if height * width > LARGEST_ZOOM_MATRIX:
+        return np.stack([_zoom_blur_by_axes(image, start, stop, step) for image in images])
     # Pixels by (image, channel): scipy adds up whole rows, each column by itself, so a batch equals its
     # images.
     columns = images.reshape(count, height * width, 3).swapaxes(0, 1).astype(np.float32, order="C")

@@ -41,7 +41,7 @@ def draw_sweep(records: Sequence[Record], with_paper: bool) -> list[Drawing]:
 
     across, down = layout(len(made), 3)
     caption = "Mean and standard deviation over seeds."
-    if with_paper:
+    if with_paper and any(point.published for _, points in made for point in points):
         caption += " N/A: the paper's CAFe did not work."
     return [draw("groups", "Accuracy against the number of groups", caption, (0.4 + 3.4 * across, 2.9 * down), paint)]
 
@@ -105,6 +105,7 @@ def _sizes(dataset: str, by_k: dict[tuple[int, int | None], list[int]], batches:
             limit = "" if key[1] is None else f" (limit {key[1]})"
             axes.set_title(f"k = {key[0]}: largest {sizes[0]}{limit}")
             axes.grid(axis="x", visible=False)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             if number % across == 0:
                 axes.set_ylabel("dimensions")
             if number + across >= len(keys):

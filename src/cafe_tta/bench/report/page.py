@@ -39,7 +39,7 @@ tbody th + th { font-weight: 400; color: var(--soft); }
 .edge { border-left: 1px solid var(--line); }
 td.paper { color: var(--paper); }
 td.wide { white-space: normal; min-width: 22rem; overflow-wrap: anywhere; text-align: left; }
-ul.contents { columns: 26rem 2; padding-left: 1.2rem; max-width: none; }
+ul.contents { columns: 26rem 2; column-gap: 2rem; padding-left: 1.2rem; max-width: none; }
 ul.notes { padding: .6rem 1rem .6rem 2rem; background: var(--shade); border-left: 3px solid var(--accent);
   border-radius: 4px; font-size: .9rem; }
 figure { margin: 1.5rem 0; }
@@ -153,9 +153,10 @@ def _figure(drawing: Drawing) -> str:
     # As an image, not as inline SVG: several inline ones would share the names of their glyphs.
     picture = base64.b64encode(drawing.svg).decode()
     title, caption = escape(drawing.title, quote=True), escape(drawing.caption)
+    width = round(PIXELS_PER_INCH * drawing.width)
     return (
         f'<figure id="figure-{_id(drawing.name)}"><h3>{title}</h3>\n'
-        f'<div class="card"><img alt="{title}" width="{round(PIXELS_PER_INCH * drawing.width)}" src="data:image/svg+xml;base64,{picture}"></div>\n'
+        f'<div class="card"><img alt="{title}" width="{width}" src="data:image/svg+xml;base64,{picture}"></div>\n'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
