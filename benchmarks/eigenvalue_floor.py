@@ -39,9 +39,7 @@ def main() -> None:
     eigenvalues = torch.cat([torch.linalg.eigvalsh(cov) for cov in source.covs])
     (episode,) = all_mixed(len(images), corruptions.HELD_OUT, [5], limit=args.limit)
     stream = Stream(images, episode, loaded.preprocessing)
-    print(
-        f"{len(stream)} source images, {', '.join(corruptions.HELD_OUT)} at severity 5, mixed; {stats.count} for statistics"
-    )
+    print(f"{len(stream)} source images, mixed, severity 5: {', '.join(corruptions.HELD_OUT)}")
     print(f"eigenvalues of the groups: {eigenvalues.min():.1e} to {eigenvalues.max():.1e}")
     print(f"{'method':<10}{'floor':>8}{'floored':>9}{'online %':>10}{'offline %':>11}")
     for name, floors in (("source", [None]), ("infomax", [None]), ("cafe", args.floors)):

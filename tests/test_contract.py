@@ -20,6 +20,8 @@ VARIANTS = [
     ("cafe", {"samples_per_dim": 20}),
     ("cafe", {"samples_per_dim": 20, "memory": False}),
     ("infomax", {"optimizer": "adam", "normalisation": "blend"}),
+    ("cafe", {"adapt_from": "3"}),
+    ("cafe", {"every": 2}),
     ("bacs", {"ensemble_size": 1}),
     ("fr", {"temperature": 0.05}),
 ]

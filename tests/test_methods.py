@@ -530,3 +530,48 @@ def test_tent_answers_a_single_image_whose_feature_map_is_one_pixel():
     assert "min_batch" in adapter.report.reason and adapter.classifier.backbone.model[1].running_mean is None
     adapter(images)
     assert adapter.report.stepped
+
+
+def test_adapt_from_leaves_what_comes_before_alone(source):
+    """And its gradient is not computed at all."""
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], adapt_from="3")
+    adapter(source.corrupted)
+    before = dict(source.classifier.named_parameters())
+    moved = {name for name, p in adapter.classifier.named_parameters() if not torch.equal(p, before[name])}
+    # The bias in front of a BatchNorm layer has no effect, and no gradient.
+    assert moved == {f"backbone.model.{name}" for name in ("3.weight", "4.weight", "4.bias")}
+    adapter.normaliser.adapting()
+    assert not adapter.classifier.backbone.model[:3](source.corrupted).requires_grad
+
+
+def test_adapt_from_takes_the_same_step_for_what_moves(source):
+    """The later layers' first step does not depend on whether the earlier ones move too."""
+    whole, part = (cafe.create("infomax", source.classifier, adapt_from=layer, momentum=0.0) for layer in (None, "3"))
+    whole(source.corrupted), part(source.corrupted)
+    for layer in (3, 4):
+        for a, b in zip(
+            whole.classifier.backbone.model[layer].parameters(),
+            part.classifier.backbone.model[layer].parameters(),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_adapt_from_of_another_model_is_refused(source):
+    with pytest.raises(
+        ValueError, match="expected `adapt_from` to name a module of the model, but got 'layer3'; its parts: 0, 1"
+    ):
+        cafe.create("infomax", source.classifier, adapt_from="layer3")
+    with pytest.raises(ValueError, match="to name a module with parameters, but '2' has none"):
+        cafe.create("infomax", source.classifier, adapt_from="2")
+
+
+def test_every_takes_a_step_on_each_nth_batch(source):
+    adapter = cafe.create("infomax", source.classifier, every=3)
+    stepped = []
+    for _ in range(7):
+        adapter(source.corrupted)
+        stepped.append(adapter.report.stepped)
+    assert stepped == [True, False, False, True, False, False, True]
+    assert adapter.counters.steps == 3 and adapter.counters.batches == 7
+    assert "every=3" in cafe.create("infomax", source.classifier, every=3).extra_repr()

@@ -55,6 +55,10 @@ class StepConfig(AdapterConfig):
     blend: float = 0.5  # weight of the batch's statistics, for normalisation="blend"
     answer: Answer = "before"  # logits of the pass that made the loss; of a second pass; of one in evaluation mode
     min_batch: int = 2  # a smaller batch is answered in evaluation mode where BatchNorm would normalise with it
+    adapt_from: str | None = (
+        None  # name of a module of the model: what comes before it stays, and costs no backward pass
+    )
+    every: int = 1  # a step on each n-th batch only; every batch is answered
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +70,7 @@ class StepConfig(AdapterConfig):
         _require(0 <= self.blend <= 1, "blend", "between 0 and 1", self.blend)
         _choose(self.answer, "answer", ANSWERS)
         _require(self.min_batch >= 1, "min_batch", "at least 1", self.min_batch)
+        _require(self.every >= 1, "every", "at least 1", self.every)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,22 @@ class Counters:
     images: int = 0
     steps: int = 0
     refused: int = 0  # steps whose loss or gradient was not finite
+
+
+def parameters_from(backbone: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters of a module, named as in the user's model, and of all that were defined after it."""
+    modules = [module for module, _ in backbone.named_modules()]
+    found = [module for module in modules if module == name or module.removeprefix("model.") == name]
+    if not found:
+        known = dict.fromkeys(module.removeprefix("model.").split(".")[0] for module in modules if module != "model")
+        parts = ", ".join(filter(None, known))
+        raise ValueError(f"expected `adapt_from` to name a module of the model, but got {name!r}; its parts: {parts}")
+    own = list(backbone.get_submodule(found[0]).parameters())
+    if not own:
+        raise ValueError(f"expected `adapt_from` to name a module with parameters, but {name!r} has none")
+    every = list(backbone.parameters())
+    start = next(i for i, parameter in enumerate(every) if parameter is own[0])
+    return every[start:]
 
 
 def _require(good: bool, name: str, expected: str, value: object) -> None:
@@ -325,9 +346,12 @@ class GradientAdapter(Adapter):
 
     def moving(self) -> list[nn.Parameter]:
         """What a step moves: parameters of the backbone; the head is fixed (Sec. 4.1)."""
-        if self.config.parameters == "norm":
-            return norm_parameters(self.classifier.backbone)
-        return list(self.classifier.backbone.parameters())
+        backbone = self.classifier.backbone
+        chosen = norm_parameters(backbone) if self.config.parameters == "norm" else list(backbone.parameters())
+        if self.config.adapt_from is None:
+            return chosen
+        late = {id(parameter) for parameter in parameters_from(backbone, self.config.adapt_from)}
+        return [parameter for parameter in chosen if id(parameter) in late]
 
     def prepare(self, source: Any) -> None:
         self.normaliser = Normaliser(self.classifier, self.config.normalisation, self.config.blend)
@@ -352,6 +376,12 @@ class GradientAdapter(Adapter):
             return self.predict(images), Report(size, stepped=False, reason=reason)
         self.notes = {}
         self.normaliser.adapting()
+        if self.counters.batches % self.config.every:
+            with torch.no_grad():
+                features, logits = self.run(images)
+            reason = self.unusable(features)
+            skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
+            return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
         features, logits = self.run(images)
         loss = self.loss(features, logits)
         refusal = self._backward(features, loss)

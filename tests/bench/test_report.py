@@ -141,7 +141,7 @@ Notes:
 def test_golden_latex(tmp_path):
     text = to_latex(report.make([save(tmp_path, GOLDEN)]).tables)
     assert text.startswith(
-        r"""% \usepackage{booktabs}
+        r"""% \usepackage{booktabs,graphicx}
 
 \begin{table*}[t]
 \centering

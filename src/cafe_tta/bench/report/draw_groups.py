@@ -36,7 +36,8 @@ def draw_sweep(records: Sequence[Record], with_paper: bool) -> list[Drawing]:
             axes.set_xlabel("number of groups k")
             axes.set_ylabel("accuracy [%]")
             axes.margins(y=0.15)
-            axes.set_ylim(bottom=max(0, axes.get_ylim()[0]))
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(bottom=max(-0.04 * top, bottom))  # little below 0, where no accuracy is
             axes.legend(loc="best")
 
     across, down = layout(len(made), 3)

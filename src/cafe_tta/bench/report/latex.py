@@ -1,9 +1,10 @@
-"""Tables as LaTeX, in the paper's form. They need the package booktabs."""
+"""Tables as LaTeX, in the paper's form. They need the packages booktabs and graphicx."""
 
 from collections.abc import Iterable
 
 from cafe_tta.bench.report.table import NOTHING, Cell, Table
 
+WIDEST = 8  # columns of numbers on a page; more are made smaller
 _SPECIAL = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -20,20 +21,22 @@ _SPECIAL = {
 
 def to_latex(tables: Iterable[Table]) -> str:
     """One `table*` after the other."""
-    return "% \\usepackage{booktabs}\n" + "".join(f"\n{_table(table)}" for table in tables)
+    return "% \\usepackage{booktabs,graphicx}\n" + "".join(f"\n{_table(table)}" for table in tables)
 
 
 def _table(table: Table) -> str:
+    wide = len(table.heads) > WIDEST
     lines = [
         r"\begin{table*}[t]",
         r"\centering",
+        *([r"\resizebox{\textwidth}{!}{%"] if wide else []),
         rf"\begin{{tabular}}{{{'l' * len(table.stub)}{'r' * len(table.heads)}}}",
         r"\toprule",
         *_heads(table),
         r"\midrule",
         *(f"{' & '.join([*map(escape, line.head), *map(_cell, line.cells)])} \\\\" for line in table.lines),
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}" + ("}" if wide else ""),
         rf"\caption{{{escape(table.title)}. {escape(table.caption)}}}",
         rf"\label{{tab:{''.join(letter if letter.isalnum() else '-' for letter in table.name)}}}",
         r"\end{table*}",
