@@ -22,7 +22,7 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.cli import app
 from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
 
-COMMANDS = ("demo", "train", "stats", "adapt", "methods")
+COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
 
 

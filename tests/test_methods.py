@@ -575,3 +575,17 @@ def test_every_takes_a_step_on_each_nth_batch(source):
     assert stepped == [True, False, False, True, False, False, True]
     assert adapter.counters.steps == 3 and adapter.counters.batches == 7
     assert "every=3" in cafe.create("infomax", source.classifier, every=3).extra_repr()
+
+
+@pytest.mark.parametrize("preset", [None, "cifar"])
+def test_ragged_last_batch_is_completed_from_the_batches_before_it(source, preset):
+    """A few images, fewer than make a good covariance, may not throw the weights about."""
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], preset=preset)
+    adapter(source.corrupted)
+    whole = [parameter.clone() for parameter in adapter.classifier.parameters()]
+    first = sum((a - b).norm() ** 2 for a, b in zip(whole, source.classifier.parameters(), strict=True)) ** 0.5
+    adapter.optimizer.state.clear()  # no momentum: the second step by itself
+    adapter(source.corrupted[:6])
+    second = sum((a - b).norm() ** 2 for a, b in zip(whole, adapter.classifier.parameters(), strict=True)) ** 0.5
+    assert adapter.report.stepped and adapter.report.notes["completed_groups"] == 3
+    assert second < first

@@ -120,19 +120,24 @@ class SourceGaussians:
         return moments
 
     def divergence(
-        self, moments: list[Moments], samples_per_dim: float = 1.0, memory: list[Moments] | None = None
+        self,
+        moments: list[Moments],
+        samples_per_dim: float = 1.0,
+        memory: list[Moments] | None = None,
+        at_least: float = 0,
     ) -> Divergence:
         """Symmetrised KL divergence of each group from the source.
 
-        A group of d dimensions wants `samples_per_dim` · d samples. What a batch lacks is made up from `memory`, the
-        moments of earlier batches, and the rest by samples of the source itself (mean 0, covariance I). Groups that are
-        degenerate for another reason (constant features) are completed by d + 1 samples of the source. Never fails, and
-        never gives NaN for finite features.
+        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. What a batch lacks is made
+        up from `memory`, the moments of earlier batches, and the rest by samples of the source itself (mean 0,
+        covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
+        of the source. Never fails, and never gives NaN for finite features.
         """
         values, completed, numbers = [], [], []
         for i, bucket in enumerate(self._buckets):
             own = moments[i]
-            missing = (samples_per_dim * bucket.sizes - own.count).clamp(min=0)  # (K,)
+            wanted = (samples_per_dim * bucket.sizes).clamp(min=at_least)  # (K,)
+            missing = (wanted - own.count).clamp(min=0)
             total = own
             if memory is not None:
                 taken = torch.minimum(missing, memory[i].count)

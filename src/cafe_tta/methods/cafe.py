@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
@@ -53,15 +54,14 @@ class CAFe(GradientAdapter):
         super().prepare(source)
         source = self.grouping(source)
         self.gaussians = SourceGaussians(source, self.config.eigenvalue_floor)
-        self.window = math.ceil(
-            self.config.samples_per_dim * source.widest_group
-        )  # images that the memory holds at most
+        self._widest = source.widest_group
 
     def grouping(self, source: SourceStats) -> SourceStats:
         return source
 
     def reset(self) -> None:
         super().reset()
+        self.largest_batch = nn.Buffer(torch.tensor(0))  # of the stream so far
         self._set_memory([])
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
@@ -73,15 +73,25 @@ class CAFe(GradientAdapter):
         return infomax
 
     def alignment(self, features: Tensor) -> Tensor:
-        """L_a of the batch, completed where it is too small for a group."""
+        """L_a of the batch, completed where it is too small for a group, or a ragged rest of a stream of larger ones.
+
+        A step on the last few images of a stream is as large as one on a whole batch, and many times as noisy.
+        """
+        self.largest_batch = nn.Buffer(self.largest_batch.clamp(min=len(features)))
         moments = self.gaussians.moments(features)
         memory = self._memory(features)
-        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory)
+        largest = self.largest_batch.item()
+        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest)
         self._remember(moments, memory)
         alignment = divergence.values.mean().to(features.dtype)
         self.notes["alignment"] = alignment.item()
         self.notes["completed_groups"] = float(divergence.completed.sum())
         return alignment
+
+    @property
+    def window(self) -> int:
+        """Images that the memory stands for at most."""
+        return max(math.ceil(self.config.samples_per_dim * self._widest), int(self.largest_batch))
 
     # The memory is a few buffers: it moves, is saved and is put back with the adapter.
 
@@ -91,7 +101,7 @@ class CAFe(GradientAdapter):
         return self.gaussians.unpack(self.memory_count, self.memory_moments.to(features.device))
 
     def _remember(self, moments: list[Moments], memory: list[Moments] | None) -> None:
-        if not (self.config.memory and self.window):
+        if not self.config.memory:
             return
         moments = [part.detach() for part in moments]
         room = self.window - moments[0].count[0]
