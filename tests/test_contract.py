@@ -22,6 +22,7 @@ VARIANTS = [
     ("infomax", {"optimizer": "adam", "normalisation": "blend"}),
     ("cafe", {"adapt_from": "3"}),
     ("cafe", {"every": 2}),
+    ("cafe", {"gate": True}),
     ("bacs", {"ensemble_size": 1}),
     ("fr", {"temperature": 0.05}),
 ]

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, evaluating
+from cafe_tta.gate import alignment_of_source
 from cafe_tta.groups import dead_dims, group_features
+from cafe_tta.losses import EIGENVALUE_FLOOR
 
 FORMAT_VERSION = 1
+SAMPLE = 2048  # feature vectors that are kept: as much memory as the covariance of 2048 features
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class FeatureStats:
     cov: Tensor  # (D, D) float64, divided by N as in Eq. 1
     count: int
     meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights
+    sample: Tensor | None = (
+        None  # (n, D) some of the features: how batches of them look; stays at the training site too
+    )
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
@@ -79,7 +85,8 @@ class FeatureStats:
             share = other.count / count
             delta = other.mean - merged.mean  # (D,)
             cov = (1 - share) * merged.cov + share * other.cov + share * (1 - share) * torch.outer(delta, delta)
-            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta)
+            sample = _join_samples(merged, other)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample)
         return merged
 
     def group(
@@ -102,7 +109,10 @@ class FeatureStats:
             "dead_dims": int(dead_dims(self.cov).sum()),
         }
         covs = tuple(self.cov[dims][:, dims] for dims in groups)
-        return SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
+        source = SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
+        if self.sample is None:
+            return source
+        return replace(source, meta=meta | {"alignment": alignment_of_source(self.sample, source, EIGENVALUE_FLOOR)})
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
         """Refuses a classifier other than the one whose features these are, and says what differs."""
@@ -111,13 +121,14 @@ class FeatureStats:
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
         meta = {**self.meta, "count": self.count}
-        return storage.write(path, "feature-stats", FORMAT_VERSION, {"mean": self.mean, "cov": self.cov}, meta)
+        tensors = {"mean": self.mean, "cov": self.cov} | ({} if self.sample is None else {"sample": self.sample})
+        return storage.write(path, "feature-stats", FORMAT_VERSION, tensors, meta)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "FeatureStats":
         tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
         count = meta.pop("count")
-        return FeatureStats(tensors["mean"], tensors["cov"], count, meta)
+        return FeatureStats(tensors["mean"], tensors["cov"], count, meta, tensors.get("sample"))
 
 
 @dataclass(frozen=True)
@@ -261,6 +272,9 @@ class _Accumulator:
 
     def __init__(self) -> None:
         self.count = 0
+        self._generator = torch.Generator().manual_seed(0)
+        self._sample = torch.zeros(0)
+        self._keys = torch.zeros(0)  # the rows with the smallest random keys are the sample
 
     def add(self, features: Tensor) -> None:
         if features.dim() != 2:
@@ -272,6 +286,7 @@ class _Accumulator:
             self.shift = values.mean(0)  # (D,)
             self.sum = torch.zeros_like(self.shift)
             self.outer = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
+        self._draw(features)
         values = values - self.shift
         self.count += len(values)
         self.sum += values.sum(0)
@@ -281,4 +296,26 @@ class _Accumulator:
         offset = self.sum / self.count
         cov = self.outer / self.count - torch.outer(offset, offset)
         cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
-        return FeatureStats(self.shift + offset, (cov + cov.T) / 2, self.count, meta)
+        return FeatureStats(self.shift + offset, (cov + cov.T) / 2, self.count, meta, self._sample)
+
+    def _draw(self, features: Tensor) -> None:
+        keys = torch.rand(len(features), generator=self._generator)
+        if len(self._keys) == SAMPLE:
+            better = keys < self._keys.max()
+            if not better.any():
+                return
+            features, keys = features[better.to(features.device)], keys[better]
+        rows = features.detach().to("cpu", torch.float32)
+        joined = torch.cat([self._keys, keys])
+        kept = joined.argsort(stable=True)[:SAMPLE]
+        self._sample = (torch.cat([self._sample, rows]) if len(self._sample) else rows)[kept]
+        self._keys = joined[kept]
+
+
+def _join_samples(a: FeatureStats, b: FeatureStats) -> Tensor | None:
+    """A sample of both, each with its share."""
+    if a.sample is None or b.sample is None:
+        return None
+    size = min(SAMPLE, len(a.sample) + len(b.sample))
+    of_b = min(len(b.sample), max(size - len(a.sample), round(size * b.count / (a.count + b.count))))
+    return torch.cat([a.sample[: size - of_b], b.sample[:of_b]])

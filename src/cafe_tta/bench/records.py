@@ -8,6 +8,7 @@ is done again.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ class Results:
     def __len__(self) -> int:
         return len(self._done)
 
-    def find(self, key: tuple[Any, ...], config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The record of a run that is done already, made with the same options."""
+    def find(self, key: tuple[Any, ...], config: Any) -> dict[str, Any] | None:
+        """The record of a run that is done already, made with the same options.
+
+        An option that the record does not have did not exist then: it is as it is by default.
+        """
         record = self._done.get(key)
         if record is not None:
-            where = self.folder / RECORDS
-            _require_same({"config": record["config"]}, {"config": json.loads(json.dumps(config))}, where)
+            theirs, ours = asdict(type(config)()) | record["config"], json.loads(json.dumps(asdict(config)))
+            _require_same({"config": theirs}, {"config": ours}, self.folder / RECORDS)
         return record
 
     def add(self, record: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ class Runner:
 
     def missing(self) -> list[Planned]:
         """The runs that are not done yet."""
-        return [run for run in self.plan() if self.results.find(run.key, asdict(run.choice.config)) is None]
+        return [run for run in self.plan() if self.results.find(run.key, run.choice.config) is None]
 
     def work(
         self, started: Callable[[Planned], None] = lambda _: None, advance: Callable[[int], None] = lambda _: None

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.adapter import GradientAdapter, Report, StepConfig
+from cafe_tta.gate import SAMPLES_PER_DIM, Gate
 from cafe_tta.gaussians import Moments, SourceGaussians, merge
 from cafe_tta.stats import SourceStats
 
@@ -22,6 +23,11 @@ class CAFeConfig(StepConfig):
     eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
     samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; 0: any will do (the paper)
     memory: bool = True  # what a batch lacks is taken from earlier batches first, then from the source
+    gate: bool = (
+        False  # no step while the stream looks like the source: answered in evaluation mode, at a forward's cost
+    )
+    gate_margin: float = 1.5  # how far above the largest loss of source batches a batch still looks like the source
+    gate_patience: int = 8  # batches that are adapted to before the gate looks again
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,6 +35,10 @@ class CAFeConfig(StepConfig):
             raise ValueError(f"expected `eigenvalue_floor` to be above 0, but got {self.eigenvalue_floor}")
         if not self.samples_per_dim >= 0:
             raise ValueError(f"expected `samples_per_dim` to be at least 0, but got {self.samples_per_dim}")
+        if not self.gate_margin > 0:
+            raise ValueError(f"expected `gate_margin` to be above 0, but got {self.gate_margin}")
+        if self.gate_patience < 1:
+            raise ValueError(f"expected `gate_patience` to be at least 1, but got {self.gate_patience}")
 
 
 class CAFe(GradientAdapter):
@@ -55,6 +65,7 @@ class CAFe(GradientAdapter):
         source = self.grouping(source)
         self.gaussians = SourceGaussians(source, self.config.eigenvalue_floor)
         self._widest = source.widest_group
+        self.gate = Gate(source.meta.get("alignment", {}), self.config.gate_margin) if self.config.gate else None
 
     def grouping(self, source: SourceStats) -> SourceStats:
         return source
@@ -62,7 +73,24 @@ class CAFe(GradientAdapter):
     def reset(self) -> None:
         super().reset()
         self.largest_batch = nn.Buffer(torch.tensor(0))  # of the stream so far
+        self.gate_open = nn.Buffer(torch.tensor(0))  # batches to adapt to before the gate looks again
         self._set_memory([])
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        if self.gate is None:
+            return super().answer(images)
+        if self.gate_open > 0:
+            self.gate_open = nn.Buffer(self.gate_open - 1)
+            return super().answer(images)
+        features, logits = self.features_and_logits(images)
+        moments = self.gaussians.moments(features)
+        alignment = self.gaussians.divergence(moments, SAMPLES_PER_DIM).values.mean().item()
+        threshold = self.gate.threshold(len(images))
+        if alignment <= threshold:
+            reason = f"the batch looks like the source (alignment {alignment:.3g}, at most {threshold:.3g})"
+            return logits, Report(len(images), stepped=False, reason=reason, notes={"alignment": alignment})
+        self.gate_open = nn.Buffer(self.gate_open + self.config.gate_patience - 1)
+        return super().answer(images)
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         return self.alignment(features) + self.infomax(logits)

@@ -1,0 +1,69 @@
+"""The gate: no step on batches that look like the source, steps on those that do not."""
+
+import pytest
+import torch
+
+import cafe_tta as cafe
+from cafe_tta.gate import Gate
+
+
+@pytest.fixture
+def gated(source):
+    return cafe.create("cafe", source.classifier, source.needs["stats"], gate=True)
+
+
+def test_source_batches_are_answered_by_the_source_classifier(source, gated):
+    for number in range(0, 160, 40):
+        images = source.images[number : number + 40]
+        assert torch.equal(gated(images), source.classifier(images).detach())
+        assert not gated.report.stepped and "looks like the source" in gated.report.reason
+    assert gated.counters.steps == 0
+
+
+def test_corrupted_batches_are_adapted_to_as_without_the_gate(source, gated):
+    plain = cafe.create("cafe", source.classifier, source.needs["stats"])
+    for _ in range(3):
+        assert torch.equal(gated(source.corrupted), plain(source.corrupted))
+    assert gated.counters.steps == 3
+
+
+def test_gate_looks_again_after_its_patience(source):
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], gate=True, gate_patience=3, lr=0.0)
+    adapter.normaliser.kind = "source"  # nothing moves here: only the gate is watched
+    stepped = []
+    for images in [source.corrupted] * 2 + [source.images[:48]] * 4:
+        adapter(images)
+        stepped.append(adapter.report.stepped)
+    assert stepped == [True, True, True, False, False, False]
+
+
+def test_threshold_falls_with_the_size_of_the_batch_and_grows_with_the_margin(source):
+    known = source.needs["stats"].meta["alignment"]
+    assert set(known["largest"]) == {"16", "32", "64"}  # of 240 source images
+    gate = Gate(known, margin=1.0)
+    values = [gate.threshold(size) for size in (1, 16, 20, 32, 50, 64, 1000)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] == values[1] == pytest.approx(known["largest"]["16"])
+    assert values[-1] == pytest.approx(known["largest"]["64"])
+    assert Gate(known, margin=2.0).threshold(20) == pytest.approx(2 * values[2])
+
+
+def test_statistics_without_a_sample_cannot_have_a_gate(source):
+    plain = cafe.FeatureStats(source.feature_stats.mean, source.feature_stats.cov, 240, source.feature_stats.meta)
+    with pytest.raises(ValueError, match="gate needs to know how source batches look"):
+        cafe.create("cafe", source.classifier, plain.group(3), gate=True)
+
+
+def test_sample_is_drawn_from_the_whole_stream_and_merges(monkeypatch):
+    from cafe_tta import stats
+
+    monkeypatch.setattr(stats, "SAMPLE", 50)
+    features = torch.arange(1000.0)[:, None].repeat(1, 2)
+    accumulator = stats._Accumulator()
+    for part in features.split(70):
+        accumulator.add(part)
+    sample = accumulator.stats({}).sample
+    assert len(sample) == 50 and 300 < sample.mean() < 700 and len(sample.unique(dim=0)) == 50
+    a, b = (cafe.FeatureStats.from_features(part) for part in (features[:800], features[800:]))
+    merged = cafe.FeatureStats.merge(a, b)
+    assert len(merged.sample) == 50 and (merged.sample[:, 0] >= 800).sum() == 10
