@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cafe_tta.gaussians import GroupedStatistics, SourceGaussians
 
@@ -71,9 +73,28 @@ def histogram_divergence(counts: Tensor, source_counts: Tensor) -> Tensor:
     return ((p - q) * log_ratio).sum(1) / math.log(counts.shape[1])
 
 
-def squared_distance(
-    tensors: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], floor: float
-) -> Tensor:
-    """½ Σ (θ - μ)² / (σ² + floor): minus the log density of a diagonal Gaussian, but for a constant (BACS)."""
-    terms = zip(tensors, means, variances, strict=True)
-    return torch.stack([((t - mean).square() / (variance + floor)).sum() for t, mean, variance in terms]).sum() / 2
+def squared_distance(tensors: Sequence[Tensor], means: Sequence[Tensor], precisions: Sequence[Tensor]) -> Tensor:
+    """½ Σ (θ - μ)² · precision: minus the log density of a diagonal Gaussian, but for a constant (BACS).
+
+    >>> squared_distance([torch.tensor([3.0])], [torch.tensor([1.0])], [torch.tensor([0.5])]).item()
+    1.0
+    """
+    terms = zip(tensors, means, precisions, strict=True)
+    return torch.stack([_SquaredDistance.apply(t, mean, precision) for t, mean, precision in terms]).sum()
+
+
+class _SquaredDistance(torch.autograd.Function):
+    """½ Σ (θ - μ)² · precision of one tensor. Its gradient is ready after the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
+        delta = tensor - mean
+        pull = delta * precision
+        ctx.save_for_backward(pull)
+        return torch.dot(delta.flatten(), pull.flatten()) / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (pull,) = ctx.saved_tensors
+        return grad * pull, None, None

@@ -48,7 +48,8 @@ class _Member(GradientAdapter):
         self._names = [name for name, p in self.classifier.named_parameters() if id(p) in moving]
         for number, name in enumerate(self._names):
             self.register_buffer(f"mean_{number}", source.mean[name].clone(), persistent=False)
-            self.register_buffer(f"variance_{number}", source.variance[name].clone(), persistent=False)
+            precision = 1 / (source.variance[name] + self.config.variance_floor)
+            self.register_buffer(f"precision_{number}", precision, persistent=False)
 
     def moving(self) -> list[nn.Parameter]:
         """All weights and biases, the head's too."""
@@ -57,9 +58,8 @@ class _Member(GradientAdapter):
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         parameters = dict(self.classifier.named_parameters())
         means = [self.get_buffer(f"mean_{i}") for i in range(len(self._names))]
-        variances = [self.get_buffer(f"variance_{i}") for i in range(len(self._names))]
-        moved = [parameters[name] for name in self._names]
-        prior = losses.squared_distance(moved, means, variances, self.config.variance_floor)
+        precisions = [self.get_buffer(f"precision_{i}") for i in range(len(self._names))]
+        prior = losses.squared_distance([parameters[name] for name in self._names], means, precisions)
         entropy = losses.entropy(logits).mean()
         self.notes |= {"entropy": entropy.item(), "prior": prior.item()}
         return entropy + self.config.prior_weight * prior

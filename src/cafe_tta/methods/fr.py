@@ -76,6 +76,6 @@ class FR(GradientAdapter):
         )
         if not len(units):
             return torch.zeros((), dtype=values.dtype, device=values.device)
-        wide = values[:, units].to(edges.dtype) / scale
-        soft = losses.soft_histogram(wide, edges, self.config.temperature)
-        return losses.histogram_divergence(soft, counts).mean().to(values.dtype)
+        scaled = values[:, units] / scale.to(values.dtype)
+        soft = losses.soft_histogram(scaled, edges.to(values.dtype), self.config.temperature)
+        return losses.histogram_divergence(soft.to(counts.dtype), counts).mean().to(values.dtype)
