@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check bench format clean
 
 help:
 	@echo "make demo    set up, adapt an embedded model to mixed corruptions, print a table, draw a figure"
 	@echo "make test    set up, run all checks and tests"
 	@echo "make check   ruff, mypy, import-linter only"
+	@echo "make bench   what everything costs, as ratios to the least it could cost: ten minutes on a quiet machine"
 	@echo "make format  format the code"
 	@echo "make clean   remove the environment and what was made"
 
@@ -32,6 +33,15 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/steps.py --model torchvision:resnet50 --size 224 --batch 8 --repeats 3 --cuts layer3 layer4
+	$(BIN)/python benchmarks/alignment_loss.py
+	$(BIN)/python benchmarks/source_side.py
+	$(BIN)/python benchmarks/statistics_memory.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/corruptions.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

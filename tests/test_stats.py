@@ -295,3 +295,13 @@ def test_the_same_content_makes_the_same_file(source, tmp_path):
     for name in ("one", "two"):
         source.needs["stats"].save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_wide_covariances_are_added_up_in_blocks(monkeypatch):
+    from cafe_tta import stats
+
+    monkeypatch.setattr(stats, "BLOCK", 4)
+    features = features_of(40, 11, seed=3).double()
+    found = cafe.FeatureStats.from_features(features)
+    np.testing.assert_allclose(found.cov.numpy(), np.cov(features.numpy().T, bias=True), rtol=1e-10, atol=1e-12)
+    assert torch.equal(found.cov, found.cov.T)

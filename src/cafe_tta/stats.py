@@ -15,6 +15,7 @@ from cafe_tta.groups import dead_dims, group_features
 from cafe_tta.losses import EIGENVALUE_FLOOR
 
 FORMAT_VERSION = 1
+BLOCK = 256  # columns of the covariance that are added up together
 SAMPLE = 2048  # feature vectors that are kept: as much memory as the covariance of 2048 features
 
 
@@ -290,13 +291,16 @@ class _Accumulator:
         values = values - self.shift
         self.count += len(values)
         self.sum += values.sum(0)
-        self.outer.addmm_(values.T, values)
+        for start in range(0, len(self.sum), BLOCK):  # the lower triangle is enough: half of the work
+            rows = slice(start, start + BLOCK)
+            self.outer[rows, : start + BLOCK].addmm_(values[:, rows].T, values[:, : start + BLOCK])
 
     def stats(self, meta: Mapping[str, Any]) -> FeatureStats:
         offset = self.sum / self.count
-        cov = self.outer / self.count - torch.outer(offset, offset)
+        lower = self.outer.tril()
+        cov = (lower + lower.tril(-1).T) / self.count - torch.outer(offset, offset)
         cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
-        return FeatureStats(self.shift + offset, (cov + cov.T) / 2, self.count, meta, self._sample)
+        return FeatureStats(self.shift + offset, cov, self.count, meta, self._sample)
 
     def _draw(self, features: Tensor) -> None:
         keys = torch.rand(len(features), generator=self._generator)
