@@ -35,7 +35,7 @@ def test_registry_has_the_methods_of_the_paper():
         ("fr", "cifar", {"batch_size": 256, "lr": 1e-3, "momentum": 0.9, "temperature": 0.01}),
         ("fr", "cifar-online", {"temperature": 0.05}),
         ("infomax", "cifar", {"batch_size": 256, "lr": 1e-3, "momentum": 0.8}),
-        ("cafe", "cifar", {"batch_size": 256, "lr": 1e-3, "momentum": 0.8, "samples_per_dim": 0}),
+        ("cafe", "cifar", {"batch_size": 256, "lr": 1e-3, "momentum": 0.8, "samples_per_dim": 1.25}),
         ("cafe", "imagenet-online", {"batch_size": 256, "lr": 1e-3, "answer": "after-eval"}),
         ("dann", "cifar", {"batch_size": 128, "lr": 1e-3, "momentum": 0.8, "iterations": 400, "hidden": 1024}),
         ("dann", "imagenet", {"batch_size": 64, "lr": 1e-3, "momentum": 0.8, "iterations": 20_000}),

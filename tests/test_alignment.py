@@ -264,3 +264,15 @@ def test_merge_is_symmetric():
     assert isinstance(first, Moments)
     torch.testing.assert_close(first.cov, second.cov)
     torch.testing.assert_close(first.mean, second.mean)
+
+
+def test_group_a_little_wider_than_the_batch_keeps_a_gentle_gradient():
+    """Batch and memory together may just span a group: an inverse there would be enormous, and the step too."""
+    source = grouped(60, 1)
+    gaussians = SourceGaussians(source, 1e-3)
+    memory = gaussians.moments(correlated(58, 60, seed=20))
+    features = correlated(4, 60, seed=21).requires_grad_()
+    whole = correlated(600, 60, seed=22).requires_grad_()
+    gaussians.divergence(gaussians.moments(whole), 1.25).values.mean().backward()
+    gaussians.divergence(gaussians.moments(features), 1.25, memory, at_least=58).values.mean().backward()
+    assert features.grad.norm() < 10 * whole.grad.norm()

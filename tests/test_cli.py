@@ -496,4 +496,4 @@ def test_an_option_is_given_once():
 
 def test_a_preset_and_settings_add_up():
     config = configuration("cafe", "cifar-online", ["lr=0.5", "optimizer=adam"])
-    assert (config.answer, config.samples_per_dim, config.lr, config.optimizer) == ("after-eval", 0, 0.5, "adam")
+    assert (config.answer, config.samples_per_dim, config.lr, config.optimizer) == ("after-eval", 1.25, 0.5, "adam")

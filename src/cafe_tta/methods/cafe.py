@@ -21,7 +21,7 @@ from cafe_tta.stats import SourceStats
 @dataclass(frozen=True)
 class CAFeConfig(StepConfig):
     eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
-    samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; 0: any will do (the paper)
+    samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; see docs/choices.md
     memory: bool = True  # what a batch lacks is taken from earlier batches first, then from the source
     gate: bool = (
         False  # no step while the stream looks like the source: answered in evaluation mode, at a forward's cost
@@ -49,10 +49,10 @@ class CAFe(GradientAdapter):
     Config = CAFeConfig
     config: CAFeConfig
     presets: ClassVar = {
-        "cifar": CAFeConfig(samples_per_dim=0),
-        "cifar-online": CAFeConfig(samples_per_dim=0, answer="after-eval"),
-        "imagenet": CAFeConfig(samples_per_dim=0),
-        "imagenet-online": CAFeConfig(samples_per_dim=0, answer="after-eval"),
+        "cifar": CAFeConfig(samples_per_dim=1.25),
+        "cifar-online": CAFeConfig(samples_per_dim=1.25, answer="after-eval"),
+        "imagenet": CAFeConfig(samples_per_dim=1.25),
+        "imagenet-online": CAFeConfig(samples_per_dim=1.25, answer="after-eval"),
     }
 
     def prepare(self, source: Any) -> None:
