@@ -9,6 +9,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo    set up, adapt an embedded model to mixed corruptions, print a table, draw a figure"
 	@echo "make test    set up, run all checks and tests"
+	@echo "make setup   only set up the environment, in .venv"
 	@echo "make check   ruff, mypy, import-linter only"
 	@echo "make bench   what everything costs, as ratios to the least it could cost: ten minutes on a quiet machine"
 	@echo "make format  format the code"

@@ -29,6 +29,15 @@ def dead_dims(cov: Tensor) -> Tensor:
     return variance <= DEAD_SHARE * variance.max().clamp(min=0)
 
 
+def default_num_groups(num_live: int) -> int:
+    """The paper's 128 groups, or its 16 dimensions a group where there are fewer than 2048.
+
+    >>> [default_num_groups(dims) for dims in (2048, 512, 128, 8, 4096)]
+    [128, 32, 8, 1, 128]
+    """
+    return max(1, min(128, num_live // 16))
+
+
 def group_features(
     cov: Tensor, num_groups: int, seed: int = 0, max_group_size: int | None = None
 ) -> tuple[Tensor, ...]:

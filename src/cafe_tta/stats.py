@@ -11,7 +11,7 @@ from torch import Tensor
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, evaluating
 from cafe_tta.gate import alignment_of_source
-from cafe_tta.groups import dead_dims, group_features
+from cafe_tta.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.losses import EIGENVALUE_FLOOR
 
 FORMAT_VERSION = 1
@@ -91,15 +91,19 @@ class FeatureStats:
         return merged
 
     def group(
-        self, num_groups: int = 128, seed: int = 0, max_group_size: int | None = 128, keep_full: bool = False
+        self, num_groups: int | None = None, seed: int = 0, max_group_size: int | None = 128, keep_full: bool = False
     ) -> "SourceStats":
         """Groups correlated dimensions (spectral clustering) and keeps only the groups' own blocks of the covariance.
 
+        `num_groups` is the paper's 128 by default, fewer where there are fewer than 2048 features that vary.
         A group wider than `max_group_size` is split by further clustering, because a batch must hold more images than a
         group has dimensions; the default is half of the paper's batch of 256, None is no limit, as in the paper.
         Dead dimensions (no variance) have no correlation and are left out of every group.
         `keep_full` also stores the whole covariance, which the Fréchet distance needs.
         """
+        dead = int(dead_dims(self.cov).sum())
+        if num_groups is None:
+            num_groups = default_num_groups(len(self.mean) - dead)
         groups = group_features(self.cov, num_groups, seed=seed, max_group_size=max_group_size)
         meta = {
             **self.meta,
@@ -107,7 +111,7 @@ class FeatureStats:
             "num_groups": num_groups,
             "seed": seed,
             "max_group_size": max_group_size,
-            "dead_dims": int(dead_dims(self.cov).sum()),
+            "dead_dims": dead,
         }
         covs = tuple(self.cov[dims][:, dims] for dims in groups)
         source = SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)

@@ -43,6 +43,9 @@ def draw_demo(images: "ImageSet", results: "Sequence[MethodResult]", output: Pat
     distance.tick_params(labelleft=False)
     distance.set_xlim(0, 1.12 * max(frechet))
     distance.set_xlabel("Fréchet distance of the features to the source")
+    meanings = {"not adapted": GREY, "earlier methods": BLUE, "CAFe": ORANGE, "needs source data": GREEN}
+    handles = [pyplot.Line2D([], [], marker="o", linestyle="", color=colour) for colour in meanings.values()]
+    figure.legend(handles, list(meanings), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     for axes in (accuracy, distance):
         axes.spines[["top", "right"]].set_visible(False)
     paths = [output / "demo.png", output / "demo.svg"]
@@ -57,7 +60,10 @@ def _draw_samples(axes: Any, images: "ImageSet") -> None:
     tiles = [clean[0], *(corruptions.corrupt(clean, name, severity=5, seed=0)[0] for name in corruptions.NAMES)]
     gap = np.full((32, 2, 3), 255, dtype=np.uint8)
     axes.imshow(np.concatenate([part for tile in tiles for part in (tile, gap)][:-1], axis=1), interpolation="nearest")
-    places, names = [16 + 34 * i for i in range(len(tiles))], ["clean", *corruptions.NAMES]
+    places, names = (
+        [16 + 34 * i for i in range(len(tiles))],
+        ["clean", *(name.replace("_", " ") for name in corruptions.NAMES)],
+    )
     axes.set_xticks(places, names, rotation=35, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)

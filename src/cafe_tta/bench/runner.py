@@ -30,7 +30,7 @@ from cafe_tta.losses import EIGENVALUE_FLOOR
 from cafe_tta.methods import METHODS
 from cafe_tta.metrics import FrechetReference
 
-BLOCKS = 20  # points of the curve along a stream
+BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and images that a point takes at least
 PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "opencv-python-headless", "timm", "torchvision")
 
 
@@ -163,7 +163,9 @@ class Runner:
             "accuracy": outcome.accuracy,
             "by_domain": outcome.by_domain,
             "stream": [
-                block.double().mean().item() for block in outcome.online_hits.tensor_split(BLOCKS) if len(block)
+                block.double().mean().item()
+                for block in outcome.online_hits.tensor_split(max(1, min(BLOCKS, outcome.images // SMALLEST_BLOCK)))
+                if len(block)
             ],
             "frechet_before": None if before is None else before.frechet,
             "frechet_after": outcome.frechet,

@@ -40,7 +40,7 @@ def bench(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, …", rich_help_panel=_WHAT)] = 3,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Images of an episode: a fixed subset.", rich_help_panel=_WHAT, show_default=False),
+        typer.Option(min=1, help="Images of the data set for each episode.", rich_help_panel=_WHAT, show_default=False),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -104,7 +104,7 @@ def bench(
 
     cafe-tta bench mixed --dataset digits
 
-    Started again, it goes on where it was: after Ctrl-C, a crash or a power cut. `cafe-tta report` makes tables, figures and a page of the records. Data sets are looked for as `cafe-tta stats --help` says; --data, --source-data, --model and --weights name others.
+    Started again, it goes on where it was: after Ctrl-C, a crash or a power cut. `cafe-tta report` makes tables, figures and a page of the records. Data sets are looked for in $CAFE_TTA_DATA or ~/.cache/cafe-tta/data, and downloaded if CAFE_TTA_DOWNLOAD=1; --data, --source-data, --model and --weights name others.
     """  # noqa: E501 - a line break here would be one in the help
     base = _base(dataset, data, source_data, model, image_size, mean, std)
     source_options = SourceOptions(

@@ -13,8 +13,6 @@ from cafe_tta.groups import dead_dims
 from cafe_tta.source.histograms import SourceHistograms
 from cafe_tta.stats import FeatureStats, SourceStats
 
-DIMS_PER_GROUP = 4  # where there are too few features for the paper's 128 groups
-
 
 def stats(
     shards: Annotated[
@@ -29,7 +27,7 @@ def stats(
         int | None,
         typer.Option(
             min=1,
-            help="Groups of correlated features; else 128, or a quarter of a small model's features.",
+            help="Groups of correlated features; else 128, or one for 16 features of a smaller model.",
             show_default=False,
         ),
     ] = None,
@@ -140,8 +138,7 @@ def _grouped(
     facts = [("features", f"{len(found.mean)}{f', of which {dead} never vary' if dead else ''}")]
     if output is None:
         return facts
-    wanted = num_groups or max(1, min(128, (len(found.mean) - dead) // DIMS_PER_GROUP))
-    source: SourceStats = found.group(wanted, seed=seed, max_group_size=max_group_size or None, keep_full=full)
+    source: SourceStats = found.group(num_groups, seed=seed, max_group_size=max_group_size or None, keep_full=full)
     size = source.save(output)
     share = f": {size / model_bytes:.1%} of the model's {readable_bytes(model_bytes)}" if model_bytes else ""
     facts.append(("groups", f"{len(source.groups)}, the widest of {source.widest_group} features"))

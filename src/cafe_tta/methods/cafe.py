@@ -42,7 +42,7 @@ class CAFeConfig(StepConfig):
 
 
 class CAFe(GradientAdapter):
-    """L_a + L_IM. Needs the statistics of the source features."""
+    """Moves the features back to the source's mean and covariance, group by group; keeps predictions diverse."""
 
     name = "cafe"
     needs = "stats"

@@ -5,7 +5,7 @@ from cafe_tta.stats import SourceStats
 
 
 class CAFeDimwise(CAFe):
-    """L_a with every dimension as a group of its own, + L_IM."""
+    """CAFe with every feature aligned by itself: mean and variance, no correlations."""
 
     name = "cafe-dimwise"
 

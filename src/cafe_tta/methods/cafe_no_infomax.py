@@ -6,7 +6,7 @@ from cafe_tta.methods.cafe import CAFe
 
 
 class CAFeNoInfomax(CAFe):
-    """L_a alone."""
+    """CAFe's feature alignment alone, without the infomax term."""
 
     name = "cafe-no-infomax"
 

@@ -27,7 +27,7 @@ class FRConfig(StepConfig):
 
 
 class FR(GradientAdapter):
-    """Symmetrised KL between histograms, mean over features + mean over logits. Needs the source's histograms."""
+    """Moves the histograms of features and logits back to the source's, unit by unit."""
 
     name = "fr"
     needs = "histograms"

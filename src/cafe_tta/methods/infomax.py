@@ -12,7 +12,7 @@ from cafe_tta.adapter import GradientAdapter, StepConfig
 
 
 class Infomax(GradientAdapter):
-    """Mean entropy minus entropy of the mean prediction. Needs nothing from the source domain."""
+    """Makes predictions confident on each image and diverse over the batch."""
 
     name = "infomax"
     presets: ClassVar = {

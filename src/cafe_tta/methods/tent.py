@@ -20,7 +20,7 @@ class TentConfig(StepConfig):
 
 
 class Tent(GradientAdapter):
-    """Mean entropy of the predictions. Needs nothing from the source domain.
+    """Makes predictions confident by moving BatchNorm's weights and biases only.
 
     With normalisation="batch", BatchNorm layers forget their running statistics and normalise with the batch in every
     mode, as the original does: an evaluation of Tent depends on its batches. Only batches smaller than `min_batch`

@@ -98,6 +98,8 @@ def _caption(made: list[Column], lines: list[Row]) -> str:
     if any(len(column.episodes) > 1 for column in made):
         parts.append("Where a protocol has several episodes, their mean is taken first.")
     parts.append("Best in bold, second-best underlined.")
+    if any(row.method == "tent" for row in lines):
+        parts.append("Tent keeps no running statistics: it normalises with the batch that it answers.")
     references = [row.label for row in lines if row.is_reference]
     if references:
         parts.append(f"Not ranked, because source data is needed while adapting: {', '.join(references)}.")

@@ -8,7 +8,7 @@ from cafe_tta.bench.report.columns import Column, Row, columns, rows
 from cafe_tta.bench.report.records import MAIN, Record
 from cafe_tta.bench.report.table import Cell, Fact, Line, Table, needs_text
 
-_HEADS = ("runs", "images", "seconds", "ms / image", "images / s", "peak memory [MB]", "steps", "refused")
+_HEADS = ("runs", "images", "seconds", "ms / image", "images / s", "peak memory [MB]", "updates", "refused")
 
 
 @dataclass(frozen=True)
