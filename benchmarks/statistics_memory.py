@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from cafe_tta.stats import _Accumulator
+from cafe_tta.sums import FeatureSums
 
 
 def main() -> None:
@@ -18,17 +18,17 @@ def main() -> None:
     parser.add_argument("--dims", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=256)
     args = parser.parse_args()
-    accumulator = _Accumulator()
+    accumulator = FeatureSums()
     generator = torch.Generator().manual_seed(0)
     start = time.perf_counter()
     for done in range(0, args.vectors, args.batch):
         size = min(args.batch, args.vectors - done)
         accumulator.add(torch.randn(size, args.dims, generator=generator))
-    stats = accumulator.stats({})
+    cov = accumulator.mean_and_cov()[1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    error = (stats.cov - torch.eye(args.dims)).abs().max().item()
+    error = (cov - torch.eye(args.dims)).abs().max().item()
     seconds = time.perf_counter() - start
-    print(f"{stats.count} vectors of {args.dims}: peak {peak:.0f} MB of the whole process, {seconds:.0f} s")
+    print(f"{accumulator.count} vectors of {args.dims}: peak {peak:.0f} MB of the whole process, {seconds:.0f} s")
     print(f"covariance of standard normal vectors, largest deviation from the identity: {error:.4f}")
 
 

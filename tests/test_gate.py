@@ -55,14 +55,15 @@ def test_statistics_without_a_sample_cannot_have_a_gate(source):
 
 
 def test_sample_is_drawn_from_the_whole_stream_and_merges(monkeypatch):
-    from cafe_tta import stats
+    from cafe_tta import stats, sums
 
     monkeypatch.setattr(stats, "SAMPLE", 50)
+    monkeypatch.setattr(sums, "SAMPLE", 50)
     features = torch.arange(1000.0)[:, None].repeat(1, 2)
-    accumulator = stats._Accumulator()
+    accumulator = sums.FeatureSums()
     for part in features.split(70):
         accumulator.add(part)
-    sample = accumulator.stats({}).sample
+    sample = accumulator.sample
     assert len(sample) == 50 and 300 < sample.mean() < 700 and len(sample.unique(dim=0)) == 50
     a, b = (cafe.FeatureStats.from_features(part) for part in (features[:800], features[800:]))
     merged = cafe.FeatureStats.merge(a, b)

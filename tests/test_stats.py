@@ -91,9 +91,9 @@ def test_memory_does_not_grow_with_the_number_of_images():
     """100,000 vectors of 2048 would be 800 MB in float32; the sums are 32 MB."""
     import resource
 
-    from cafe_tta.stats import _Accumulator
+    from cafe_tta.sums import FeatureSums
 
-    accumulator = _Accumulator()
+    accumulator = FeatureSums()
     chunk = torch.randn(500, 2048)
     accumulator.add(chunk)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -298,9 +298,9 @@ def test_the_same_content_makes_the_same_file(source, tmp_path):
 
 
 def test_wide_covariances_are_added_up_in_blocks(monkeypatch):
-    from cafe_tta import stats
+    from cafe_tta import sums
 
-    monkeypatch.setattr(stats, "BLOCK", 4)
+    monkeypatch.setattr(sums, "BLOCK", 4)
     features = features_of(40, 11, seed=3).double()
     found = cafe.FeatureStats.from_features(features)
     np.testing.assert_allclose(found.cov.numpy(), np.cov(features.numpy().T, bias=True), rtol=1e-10, atol=1e-12)

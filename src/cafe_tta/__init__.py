@@ -6,13 +6,13 @@ from cafe_tta import corruptions as corruptions
 from cafe_tta import losses as losses
 from cafe_tta import metrics as metrics
 from cafe_tta.adapter import Adapter as Adapter
-from cafe_tta.adapter import AdapterConfig as AdapterConfig
-from cafe_tta.adapter import GradientAdapter as GradientAdapter
 from cafe_tta.adapter import Report as Report
-from cafe_tta.adapter import StepConfig as StepConfig
 from cafe_tta.adapter import StepRefused as StepRefused
 from cafe_tta.classifier import SplitClassifier as SplitClassifier
 from cafe_tta.classifier import split_classifier as split_classifier
+from cafe_tta.config import AdapterConfig as AdapterConfig
+from cafe_tta.config import StepConfig as StepConfig
+from cafe_tta.gradient import GradientAdapter as GradientAdapter
 from cafe_tta.methods import BACS as BACS
 from cafe_tta.methods import DANN as DANN
 from cafe_tta.methods import FR as FR

@@ -157,7 +157,8 @@ def load(
     if name is None and not meta:
         raise ValueError(
             f"{weights} holds plain weights, which do not say what they are the weights of; "
-            f'name the architecture too: load("timm:resnet26", weights="{weights}")'
+            f"name the architecture too: --model timm:NAME --weights {weights}; "
+            f'in Python: load("timm:NAME", weights="{weights}")'
         )
     if name is not None and meta and meta["architecture"] != name:
         raise ValueError(f"{weights} holds a {meta['architecture']}, but {name} was asked for")
@@ -370,7 +371,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(
             f"{path} looks like a pickle, and loading a pickle can execute code; only safetensors files are read. "
             "Convert a state dict that you trust, once: import torch, safetensors.torch; "
-            f'safetensors.torch.save_file(torch.load("{path.name}", weights_only=True), "{path.stem}.safetensors")'
+            f'safetensors.torch.save_file(torch.load("{path.name}", weights_only=True), "{path.stem}.safetensors"). '
+            "A whole model that was pickled must be saved as a state dict first, where its code is: "
+            f'torch.save(model.state_dict(), "{path.name}")'
         )
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a safetensors file with a model's weights")

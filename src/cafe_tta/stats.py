@@ -13,10 +13,9 @@ from cafe_tta.classifier import SplitClassifier, evaluating
 from cafe_tta.gate import alignment_of_source
 from cafe_tta.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.losses import EIGENVALUE_FLOOR
+from cafe_tta.sums import SAMPLE, FeatureSums
 
 FORMAT_VERSION = 1
-BLOCK = 256  # columns of the covariance that are added up together
-SAMPLE = 2048  # feature vectors that are kept: as much memory as the covariance of 2048 features
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,11 @@ class FeatureStats:
     @staticmethod
     def from_features(features: Tensor, meta: Mapping[str, Any] | None = None) -> "FeatureStats":
         """Mean and covariance of features that are already in memory."""
-        accumulator = _Accumulator()
-        accumulator.add(features)
-        return accumulator.stats(meta or {})
+        sums = FeatureSums()
+        sums.add(features)
+        if sums.count == 0:
+            raise ValueError("expected at least one feature vector, but got none")
+        return _from_sums(sums, meta or {})
 
     @staticmethod
     def fit(classifier: SplitClassifier, loader: Iterable[Any]) -> "FeatureStats":
@@ -57,7 +58,7 @@ class FeatureStats:
         Memory is O(D²), however many images there are, and the classifier is left as it was.
         """
         require_classifier(classifier)
-        accumulator = _Accumulator()
+        sums = FeatureSums()
         place = next(classifier.parameters())
         with torch.no_grad(), evaluating(classifier):
             for number, batch in enumerate(loader):
@@ -68,10 +69,10 @@ class FeatureStats:
                         f"batch {number} of the source images gives features that are NaN or infinite; "
                         "look for damaged images or weights"
                     )
-                accumulator.add(features)
-        if accumulator.count == 0:
+                sums.add(features)
+        if sums.count == 0:
             raise ValueError("expected at least one source image, but the loader was empty")
-        return accumulator.stats(classifier_meta(classifier))
+        return _from_sums(sums, classifier_meta(classifier))
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -272,52 +273,9 @@ def _check_moments(mean: Tensor, cov: Tensor) -> None:
         raise ValueError("expected a finite mean and covariance, but got NaN or infinite values")
 
 
-class _Accumulator:
-    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._generator = torch.Generator().manual_seed(0)
-        self._sample = torch.zeros(0)
-        self._keys = torch.zeros(0)  # the rows with the smallest random keys are the sample
-
-    def add(self, features: Tensor) -> None:
-        if features.dim() != 2:
-            raise ValueError(f"expected features of shape (batch, D), but got {tuple(features.shape)}")
-        if not len(features):
-            return
-        values = features.detach().to("cpu", torch.float64)
-        if self.count == 0:
-            self.shift = values.mean(0)  # (D,)
-            self.sum = torch.zeros_like(self.shift)
-            self.outer = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
-        self._draw(features)
-        values = values - self.shift
-        self.count += len(values)
-        self.sum += values.sum(0)
-        for start in range(0, len(self.sum), BLOCK):  # the lower triangle is enough: half of the work
-            rows = slice(start, start + BLOCK)
-            self.outer[rows, : start + BLOCK].addmm_(values[:, rows].T, values[:, : start + BLOCK])
-
-    def stats(self, meta: Mapping[str, Any]) -> FeatureStats:
-        offset = self.sum / self.count
-        lower = self.outer.tril()
-        cov = (lower + lower.tril(-1).T) / self.count - torch.outer(offset, offset)
-        cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
-        return FeatureStats(self.shift + offset, cov, self.count, meta, self._sample)
-
-    def _draw(self, features: Tensor) -> None:
-        keys = torch.rand(len(features), generator=self._generator)
-        if len(self._keys) == SAMPLE:
-            better = keys < self._keys.max()
-            if not better.any():
-                return
-            features, keys = features[better.to(features.device)], keys[better]
-        rows = features.detach().to("cpu", torch.float32)
-        joined = torch.cat([self._keys, keys])
-        kept = joined.argsort(stable=True)[:SAMPLE]
-        self._sample = (torch.cat([self._sample, rows]) if len(self._sample) else rows)[kept]
-        self._keys = joined[kept]
+def _from_sums(sums: FeatureSums, meta: Mapping[str, Any]) -> FeatureStats:
+    mean, cov = sums.mean_and_cov()
+    return FeatureStats(mean, cov, sums.count, meta, sums.sample)
 
 
 def _join_samples(a: FeatureStats, b: FeatureStats) -> Tensor | None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cafe_tta.adapter import GradientAdapter, StepConfig
 from cafe_tta.bench.experiments import Experiment
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.methods import METHODS
 
 BATCH = 64

@@ -11,11 +11,12 @@ import numpy as np
 import typer
 
 from cafe_tta import data, storage
+from cafe_tta.adapter import Adapter
 from cafe_tta.cli import inputs, results
-from cafe_tta.cli.console import StopRequest, progress, say
-from cafe_tta.cli.measure import measure
+from cafe_tta.cli.console import StopRequest, counted, progress, say
+from cafe_tta.cli.measure import batchnorm_counts, followed, measure, notes
 from cafe_tta.cli.options import configuration
-from cafe_tta.cli.run import Job, clear, interrupted_run, run
+from cafe_tta.cli.run import Job, Reasons, clear, describe_differences, interrupted_run, run
 from cafe_tta.data.imageset import Labels
 from cafe_tta.methods import method as method_named
 from cafe_tta.source.histograms import SourceHistograms
@@ -119,6 +120,7 @@ def adapt(
     elif kind.needs == "data":
         source = _source_loader(str(source_data), chosen, config.batch_size, seed)
     adapter = kind(chosen.classifier, source, config)
+    counts = batchnorm_counts(adapter)
     imageset = data.load(data_spec)
     labels, no_labels = inputs.match_labels(imageset, chosen.classes, chosen.classifier.num_classes)
     mixed = shuffle if shuffle is not None else not online
@@ -137,6 +139,10 @@ def adapt(
         "source": {name: _digest([path.read_bytes()]) for name, path in paths.items() if path and name == kind.needs},
         "source_data": source_data,
     }
+    if (output / "summary.json").exists() and not overwrite:
+        _check_finished(output, run_settings, adapter)
+        say(f"nothing to do: the run in {output} is finished; --overwrite starts anew")
+        return
     output.mkdir(parents=True, exist_ok=True)
     if overwrite:
         results.remove_results(output)
@@ -157,7 +163,8 @@ def adapt(
     results.write_unreadable(output, position.unreadable)
     if not len(answers):
         clear(job)
-        raise ValueError(f"none of the {len(imageset)} images could be read; {output / 'unreadable.csv'} says why")
+        none = "the only image could not" if len(imageset) == 1 else f"none of the {len(imageset)} images could"
+        raise ValueError(f"{none} be read; {output / 'unreadable.csv'} says why")
     results.write_predictions(output / "predictions.csv", imageset, answers, chosen.classes)
     adapter.save(output / "state.safetensors")
     measurement = None
@@ -174,6 +181,9 @@ def adapt(
             labels=labels,
             workers=workers,
         )
+    remarks = _never_adapted(method, adapter, position.reasons) + notes(
+        measurement, followed(adapter, counts), online=online, adapter=adapter, images=len(answers)
+    )
     accuracy, labelled = results.accuracy(answers, labels)
     summary = {
         "method": method,
@@ -184,17 +194,25 @@ def adapt(
         "unreadable": len(position.unreadable),
         "seconds": position.seconds,
         "images_per_second": len(answers) / position.seconds,
+        "batches": adapter.counters.batches,
         "steps": adapter.counters.steps,
         "refused_steps": adapter.counters.refused,
+        "batches_without_step": position.reasons.total(),
+        "most_frequent_reason": position.reasons.most_frequent()[1] or None,
+        "most_frequent_reason_batches": position.reasons.most_frequent()[0],
         "accuracy": accuracy,
         "labelled_images": labelled,
         "measured": None if measurement is None else results.measured(measurement),
+        "notes": remarks,
+        "settings": run_settings,
     }
     storage.write_bytes(
         output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode()
     )  # last: says "finished"
     clear(job)
     results.show(summary, output, no_labels, statistics)
+    for remark in remarks:
+        say(f"note: {remark}")
 
 
 # What is checked before anything slow begins
@@ -206,11 +224,32 @@ def _check_output(output: Path, resume: bool, overwrite: bool) -> None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"expected --output to be a folder, but {output} is a file")
     if (output / "summary.json").exists() and not overwrite:
-        raise ValueError(f"{output} holds the results of a finished run; --overwrite replaces them")
+        if not resume:
+            raise ValueError(f"{output} holds the results of a finished run; --overwrite replaces them")
+        return
     if interrupted_run(output) and not (resume or overwrite):
         raise ValueError(f"{output} holds a run that was stopped; --resume goes on with it, --overwrite starts anew")
     if resume and not interrupted_run(output):
         raise ValueError(f"there is no stopped run in {output} to --resume; leave the option out to start one")
+
+
+def _check_finished(output: Path, settings: dict[str, Any], adapter: Adapter) -> None:
+    """Refuses to take up a finished run with other settings, or with another model."""
+    try:
+        theirs = json.loads((output / "summary.json").read_text())["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{output} holds the results of a finished run; --overwrite replaces them") from None
+    if shown := describe_differences(theirs, settings):
+        raise ValueError(f"{output} holds a finished run with other settings: {shown}; --overwrite replaces it")
+    if (output / "state.safetensors").is_file():
+        adapter.load(output / "state.safetensors")  # says if it is of another model
+
+
+def _never_adapted(method: str, adapter: Adapter, reasons: Reasons) -> list[str]:
+    if adapter.counters.steps or method == "source":
+        return []
+    batches = counted(adapter.counters.batches, "batch", "batches")
+    return [f"nothing was adapted: {batches} answered without a step: {reasons.most_frequent()[1]}"]
 
 
 def _check_needs(method: str, needs: str | None, paths: dict[str, Path | None], source_data: str | None) -> None:

@@ -1,5 +1,6 @@
 """Results go to stdout; progress, notes and errors to stderr, and progress only where somebody watches."""
 
+import os
 import signal
 import sys
 import threading
@@ -54,8 +55,10 @@ def say(text: str) -> None:
 
 
 def show_table(table: Table) -> None:
-    # A file or a pipe has no width: nothing is cut or folded there.
-    Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+    # A file or a pipe has no width: nothing is cut or folded there, unless COLUMNS asks for it.
+    asked = os.environ.get("COLUMNS", "")
+    width = int(asked) if asked.isdecimal() and int(asked) else None if sys.stdout.isatty() else 200
+    Console(file=sys.stdout, highlight=False, markup=False, width=width).print(table)
 
 
 def show_facts(facts: list[tuple[str, str]]) -> None:
@@ -75,6 +78,15 @@ def progress(description: str, total: int) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda amount: bar.advance(task, amount)
+
+
+def counted(number: int, name: str, plural: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "image"), counted(2, "image"), counted(0, "batch", "batches")
+    ('1 image', '2 images', '0 batches')
+    """
+    return f"{number} {name if number == 1 else plural or name + 's'}"
 
 
 def readable_bytes(size: int) -> str:

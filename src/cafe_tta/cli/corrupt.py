@@ -9,7 +9,7 @@ import typer
 
 import cafe_tta
 from cafe_tta import corruptions, data, storage
-from cafe_tta.cli.console import Interrupted, StopRequest, progress, say, show_facts
+from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
 from cafe_tta.cli.inputs import say_unreadable
 from cafe_tta.data import copies
 from cafe_tta.methods import did_you_mean
@@ -71,7 +71,7 @@ def corrupt(
 
     cafe-tta corrupt --data photos --output photos-c --severity 5
 
-    Arrays, such as cifar10:test, become the layout of CIFAR-10-C; --data cifar10-c@DIR reads it. A run that was stopped goes on when the same command is given again.
+    Arrays, such as cifar10:test, become the layout of CIFAR-10-C; cifar10-c@DIR names all of it, for `bench`, and cifar10-c:fog-5@DIR one domain, for `adapt`. A run that was stopped goes on when the same command is given again.
     """  # noqa: E501 - a line break here would be one in the help
     began = time.perf_counter()
     chosen_names, severities = choose_names(names), choose_severities(severity or ["1-5"])
@@ -164,7 +164,7 @@ def _make(job: copies.Job, workers: int) -> tuple[data.Unreadable, ...]:
             advance(done.copies)
             if stop.signal_number and made < total:
                 work.close()
-                text = f"{made} of {total} copies are made; the same command goes on"
+                text = f"{made} of {counted(total, 'copy', 'copies')} made; the same command goes on"
                 raise Interrupted(text, stop.signal_number)
     return tuple(left_out[index] for index in sorted(left_out))
 
@@ -176,7 +176,7 @@ def _finish(job: copies.Job, left_out: tuple[data.Unreadable, ...], contact_shee
         ("images", f"{settings.images}, of {settings.data}"),
         (
             "copies",
-            f"{total}: {len(settings.corruptions)} corruptions, severity {', '.join(map(str, settings.severities))}",
+            f"{total}: {counted(len(settings.corruptions), 'corruption')}, severity {', '.join(map(str, settings.severities))}",
         ),
         ("parameters", f"preset {settings.preset}, seed {settings.seed}"),
     ]
@@ -184,7 +184,7 @@ def _finish(job: copies.Job, left_out: tuple[data.Unreadable, ...], contact_shee
         say_unreadable(list(left_out))
         listed = "".join(f"{item.name}\t{item.why}\n" for item in left_out)
         storage.write_bytes(output / "left-out.txt", listed.encode(errors="surrogateescape"))
-        facts.append(("left out", f"{len(left_out)} images, {output / 'left-out.txt'}"))
+        facts.append(("left out", f"{counted(len(left_out), 'image')}, {output / 'left-out.txt'}"))
     if contact_sheet and len(left_out) < len(job.chosen):
         from cafe_tta.data.copies.sheet import contact_sheet as draw
 
@@ -194,9 +194,11 @@ def _finish(job: copies.Job, left_out: tuple[data.Unreadable, ...], contact_shee
     if settings.frost:
         facts.append(("frost", settings.frost))
     facts.append(("time", f"{seconds:.1f} s"))
+    domain = f"{settings.corruptions[0]}-{settings.severities[-1]}"
     read = {
         "folder": "",
-        "arrays": f"; read them with arrays:{output}/{settings.corruptions[0]}-{settings.severities[-1]}",
+        "arrays": f"; read them with arrays:{output}/{domain}",
+        "cifar-c": f"; read them with cifar10-c@{output}, or one domain with cifar10-c:{domain}@{output}",
     }
-    facts.append(("written", f"{output}{read.get(settings.layout, f'; read them with cifar10-c@{output}')}"))
+    facts.append(("written", f"{output}{read[settings.layout]}"))
     show_facts(facts)

@@ -21,7 +21,8 @@ _PANEL = "The model"
 ModelOption = Annotated[
     str,
     typer.Option(
-        "--model", help="timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made.",
+        "--model", help="timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made. "
+        "An nn.Module of your own is used from Python, not from here.",
         rich_help_panel=_PANEL, show_default=False,
     ),
 ]  # fmt: skip
@@ -94,7 +95,8 @@ def load_model(
         std=three_numbers("std", std),
     )
     if not loaded.trained:
-        raise ValueError(f"{spec} alone has random weights; give a file with --weights, or say --pretrained")
+        download = "" if spec.startswith("cafe:") else ", or say --pretrained"  # there is nothing to download for ours
+        raise ValueError(f"{spec} alone has random weights; give a file with --weights{download}")
     classifier = split_classifier(loaded.model, head=head).eval().to(place)
     classes = None if loaded.classes is None else tuple(loaded.classes)
     return Model(classifier, loaded.architecture, loaded.preprocessing, classes)
@@ -192,7 +194,10 @@ def match_labels(
     elif len(names) == num_classes:
         numbers = np.arange(num_classes)  # as many classes: their numbers are the model's
     else:
-        return None, f"there are {len(names)} classes, but the model has {num_classes}, without names"
+        return (
+            None,
+            f"there {'is 1 class' if len(names) == 1 else f'are {len(names)} classes'}, but the model has {num_classes}, without names",
+        )
     matched: Labels = numbers[labels].astype(np.int64)
     if (matched < 0).all():
         return None, "no class folder is called like a class of the model"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cafe_tta import data, storage
-from cafe_tta.cli.console import show_facts
+from cafe_tta.cli.console import counted, show_facts
 from cafe_tta.cli.measure import Measurement
 from cafe_tta.data.imageset import Labels
 from cafe_tta.stats import SourceStats
@@ -87,15 +87,19 @@ def show(summary: dict[str, Any], output: Path, no_labels: str, stats: SourceSta
         ),
         ("time", f"{summary['seconds']:.1f} s, {summary['images_per_second']:.0f} images/s"),
         ("steps", f"{summary['steps']}{f', {refused} refused: not finite' if refused else ''}"),
-        (
-            "accuracy",
-            f"unknown: {no_labels}" if accuracy is None else f"{accuracy:.1%} of {summary['labelled_images']} answers",
-        ),
     ]
+    if summary["batches_without_step"]:
+        facts.append(("without a step", _without_step(summary)))
+    right = f"accuracy unknown: {no_labels}"
+    if accuracy is not None:
+        right = f"{accuracy:.1%} of {summary['labelled_images']} right"
+    facts.append(("answers given", f"{right} (predictions.csv, {summary['mode']})"))
     measured = summary["measured"]
     if measured:
         facts.append(("", ""))
-        facts.append(("before -> after", f"the classifier as it is, on {measured['images']} images"))
+        facts.append(
+            ("evaluation mode", f"the model before -> after adapting, on {counted(measured['images'], 'image')}")
+        )
         unknown = "unknown: no --stats given" if stats is None else "unknown: the statistics were made without --full"
         for name, key, digits in (
             ("alignment loss", "alignment", ".3f"),
@@ -106,6 +110,12 @@ def show(summary: dict[str, Any], output: Path, no_labels: str, stats: SourceSta
             facts.append(("accuracy", _arrow(measured["accuracy"], ".1%")))
     facts += [("", ""), ("written", str(output / "predictions.csv")), ("", f"{output}/summary.json, state.safetensors")]
     show_facts(facts)
+
+
+def _without_step(summary: dict[str, Any]) -> str:
+    some, every = summary["batches_without_step"], summary["batches"]
+    reason, count = summary["most_frequent_reason"], summary["most_frequent_reason_batches"]
+    return f"{some} of {counted(every, 'batch', 'batches')}: {reason}{f' ({count} of them)' if count < some else ''}"
 
 
 def _arrow(pair: dict[str, float] | None, digits: str) -> str:

@@ -7,6 +7,7 @@ that was never stopped.
 
 import json
 import os
+import re
 import time
 import warnings
 from contextlib import suppress
@@ -19,12 +20,13 @@ import numpy.typing as npt
 import torch
 
 from cafe_tta import data, storage
-from cafe_tta.adapter import Adapter, StepRefused
+from cafe_tta.adapter import Adapter, Report, StepRefused
 from cafe_tta.cli.console import Advance, Interrupted, StopRequest
 from cafe_tta.data.imageset import Labels
 
 # An answer: fixed width, so that a file of them is cut off after the last valid one by its length alone.
 ANSWER = np.dtype([("index", "<i8"), ("label", "<i4"), ("confidence", "<f4")])
+_SOURCES = ("stats", "histograms", "posterior")  # files whose digests are settings
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,28 @@ class Job:
         return ("adapt",) if self.online else ("adapt", "predict")
 
 
+class Reasons:
+    """Why batches were answered without a step. Reasons that differ only in their numbers are one reason."""
+
+    def __init__(self, counts: dict[str, list[Any]] | None = None) -> None:
+        self.counts = counts or {}  # by the reason without its numbers: how many batches, and the reason to tell
+
+    def add(self, report: Report | None) -> None:
+        if report is None or report.stepped:
+            return
+        kind = re.sub(r"\d[\d.]*(e[+-]?\d+)?", "…", report.reason)
+        count, told = self.counts.get(kind, (0, report.reason))
+        self.counts[kind] = [count + 1, told if told == report.reason else kind]
+
+    def total(self) -> int:
+        return sum(count for count, _ in self.counts.values())
+
+    def most_frequent(self) -> tuple[int, str]:
+        """How many batches, and why; 0 and nothing where every batch led to a step."""
+        count, told = max(self.counts.values(), key=lambda entry: entry[0], default=(0, ""))
+        return count, told
+
+
 @dataclass
 class Position:
     """How far a run has come."""
@@ -60,11 +84,32 @@ class Position:
     answers: int = 0
     seconds: float = 0.0
     unreadable: list[data.Unreadable] = field(default_factory=list)  # of this phase
+    reasons: Reasons = field(default_factory=Reasons)  # of batches that led to no step
 
 
 def interrupted_run(output: Path) -> bool:
     """Whether a run was stopped here before its end."""
     return (output / "progress" / "progress.json").is_file()
+
+
+def describe_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Where the settings of two runs differ, and only that; empty where they do not.
+
+    >>> describe_differences({"seed": 0, "options": {"lr": 1, "blend": 2}}, {"seed": 0, "options": {"lr": 3, "blend": 2}})
+    'lr=1 there, 3 now'
+    """
+    words = {"files": "other images", **{f"source {name}": f"another --{name}" for name in _SOURCES}}
+    there, here = _flat(theirs), _flat(json.loads(json.dumps(ours)))  # as they look when they come from a file
+    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    return ", ".join(
+        words[name] if name in words else f"{name}={there.get(name)!r} there, {here.get(name)!r} now" for name in names
+    )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    options = settings.get("options", {})
+    sources = {f"source {name}": digest for name, digest in settings.get("source", {}).items()}
+    return {name: value for name, value in settings.items() if name not in ("options", "source")} | options | sources
 
 
 def run(job: Job, resume: bool, stop: StopRequest, advance: Advance) -> tuple[npt.NDArray[np.void], Position]:
@@ -76,7 +121,7 @@ def run(job: Job, resume: bool, stop: StopRequest, advance: Advance) -> tuple[np
         warnings.simplefilter("ignore", StepRefused)  # counted, and told at the end
         for phase in job.passes[job.passes.index(position.phase) :]:
             if phase != position.phase:
-                position = Position(phase, answers=position.answers, seconds=position.seconds)
+                position = Position(phase, answers=position.answers, seconds=position.seconds, reasons=position.reasons)
             _go_through(job, position, file, stop, advance)
     answers = np.fromfile(job.folder / "answers.bin", dtype=ANSWER)
     return answers[np.argsort(answers["index"], kind="stable")], position
@@ -107,6 +152,8 @@ def _go_through(job: Job, position: Position, file: Any, stop: StopRequest, adva
     for number, batch in enumerate(batches, start=1):
         images = batch.images.to(place)
         logits = job.adapter(images) if position.phase == "adapt" else job.adapter.predict(images)
+        if position.phase == "adapt":
+            position.reasons.add(job.adapter.report)
         if answering:
             position.answers += _write(file, batch.indices, logits)
         advance(batch.consumed - position.consumed)
@@ -153,6 +200,7 @@ def _save(job: Job, position: Position) -> None:
         "answers": position.answers,
         "seconds": position.seconds,
         "unreadable": [[item.index, item.name, item.why] for item in position.unreadable],
+        "without_step": position.reasons.counts,
     }
     storage.write_bytes(job.folder / "progress.json", json.dumps(record).encode())
     for old in job.folder.glob("state-*.safetensors"):
@@ -162,11 +210,10 @@ def _save(job: Job, position: Position) -> None:
 
 def _load(job: Job) -> Position:
     record = json.loads((job.folder / "progress.json").read_text())
-    theirs, ours = record["settings"], job.settings
-    if names := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-        shown = ", ".join(f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} now" for name in names)
+    if shown := describe_differences(record["settings"], job.settings):
         raise ValueError(f"{job.output} holds a run that was begun differently: {shown}; --overwrite starts anew")
     job.adapter.load(job.folder / record["state"])
     os.truncate(job.folder / "answers.bin", record["answers"] * ANSWER.itemsize)
     unreadable = [data.Unreadable(*item) for item in record["unreadable"]]
-    return Position(record["phase"], record["consumed"], record["answers"], record["seconds"], unreadable)
+    reasons = Reasons(record.get("without_step"))
+    return Position(record["phase"], record["consumed"], record["answers"], record["seconds"], unreadable, reasons)

@@ -1,5 +1,6 @@
 """A folder of image files, flat or with a folder for each class, read one image at a time."""
 
+import json
 import os
 import threading
 import warnings
@@ -20,6 +21,7 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".webp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
 )
+CONTACT_SHEET = "contact-sheet.png"  # what `cafe-tta corrupt` draws beside its copies
 _WARNINGS = threading.Lock()  # Python's warning filters are global: one thread at a time may change them
 
 
@@ -32,6 +34,8 @@ class FolderSet:
         self.root = Path(root).expanduser()
         self.name = f"folder:{self.root}"
         self.files = sorted(_files(self.root))  # relative, with forward slashes
+        if CONTACT_SHEET in self.files and _is_made_by_corrupt(self.root):
+            self.files.remove(CONTACT_SHEET)
         if not self.files:
             arrays = f"; for its images.npy, say arrays:{root}" if (self.root / "images.npy").is_file() else ""
             raise FileNotFoundError(
@@ -157,6 +161,15 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_made_by_corrupt(root: Path) -> bool:
+    """Whether the settings of `cafe-tta corrupt` lie here: a picture of this name may be the user's elsewhere."""
+    try:
+        settings = json.loads((root / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and {"corruptions", "severities", "layout"} <= settings.keys()
 
 
 def _files(root: Path) -> Iterator[str]:

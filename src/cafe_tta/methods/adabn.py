@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.adapter import Adapter, Report
+from cafe_tta.config import AdapterConfig
 from cafe_tta.normalisation import Normaliser
 
 

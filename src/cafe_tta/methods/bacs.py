@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import Adapter, GradientAdapter, Report, StepConfig
+from cafe_tta.adapter import Adapter, Report
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.source.swag import Posterior, PosteriorMember
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import GradientAdapter, Report, StepConfig
+from cafe_tta.adapter import Report
+from cafe_tta.config import StepConfig
 from cafe_tta.gate import SAMPLES_PER_DIM, Gate
 from cafe_tta.gaussians import Moments, SourceGaussians, merge
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.stats import SourceStats
 
 

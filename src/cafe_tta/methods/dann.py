@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.stats import images_of
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.source.histograms import SourceHistograms, UnitHistograms
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from cafe_tta import losses
-from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 
 
 class Infomax(GradientAdapter):

@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.adapter import Adapter, Report
+from cafe_tta.config import AdapterConfig
 
 
 class SourceOnly(Adapter):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.adapter import Adapter, Report
+from cafe_tta.config import AdapterConfig
 
 
 @dataclass(frozen=True)

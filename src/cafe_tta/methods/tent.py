@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import losses
-from cafe_tta.adapter import GradientAdapter, StepConfig
+from cafe_tta.config import StepConfig
+from cafe_tta.gradient import GradientAdapter
 from cafe_tta.normalisation import batchnorm_layers, norm_parameters
 
 

@@ -1,0 +1,145 @@
+"""Methods with gradients: everything but their loss."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from cafe_tta.adapter import Adapter, Report
+from cafe_tta.config import AdapterConfig, StepConfig
+from cafe_tta.normalisation import Normaliser, norm_parameters
+
+LARGEST_GRADIENT = 1e15  # a step along a larger one leaves weights that overflow in the next pass
+
+
+def parameters_from(backbone: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters of a module, named as in the user's model, and of all that were defined after it."""
+    modules = [module for module, _ in backbone.named_modules()]
+    found = [module for module in modules if module == name or module.removeprefix("model.") == name]
+    if not found:
+        known = dict.fromkeys(module.removeprefix("model.").split(".")[0] for module in modules if module != "model")
+        parts = ", ".join(filter(None, known))
+        raise ValueError(f"expected `adapt_from` to name a module of the model, but got {name!r}; its parts: {parts}")
+    own = list(backbone.get_submodule(found[0]).parameters())
+    if not own:
+        raise ValueError(f"expected `adapt_from` to name a module with parameters, but {name!r} has none")
+    every = list(backbone.parameters())
+    start = next(i for i, parameter in enumerate(every) if parameter is own[0])
+    return every[start:]
+
+
+class GradientAdapter(Adapter):
+    """A method that takes a gradient step on each batch. A subclass is its `loss`."""
+
+    Config: ClassVar[type[AdapterConfig]] = StepConfig
+    config: StepConfig
+    optimizer: torch.optim.Optimizer
+    notes: dict[str, float]  # what `loss` wants to have reported
+
+    def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        """What a step makes smaller: a scalar."""
+        raise NotImplementedError
+
+    def moving(self) -> list[nn.Parameter]:
+        """What a step moves: parameters of the backbone; the head is fixed (Sec. 4.1)."""
+        backbone = self.classifier.backbone
+        chosen = norm_parameters(backbone) if self.config.parameters == "norm" else list(backbone.parameters())
+        if self.config.adapt_from is None:
+            return chosen
+        late = {id(parameter) for parameter in parameters_from(backbone, self.config.adapt_from)}
+        return [parameter for parameter in chosen if id(parameter) in late]
+
+    def prepare(self, source: Any) -> None:
+        self.normaliser = Normaliser(self.classifier, self.config.normalisation, self.config.blend)
+        moving = self.moving()
+        if not moving:
+            raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")
+        for parameter in moving:
+            parameter.requires_grad_(True)
+
+    def reset(self) -> None:
+        super().reset()
+        self.notes = {}
+        if self.config.optimizer == "adam":
+            self.optimizer = torch.optim.Adam(self.moving(), lr=self.config.lr)
+        else:
+            self.optimizer = torch.optim.SGD(self.moving(), lr=self.config.lr, momentum=self.config.momentum)
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        size = len(images)
+        if self.normaliser.uses_batch and size < self.config.min_batch:
+            reason = f"a batch of {size} is too small to normalise with (min_batch={self.config.min_batch})"
+            return self.predict(images), Report(size, stepped=False, reason=reason)
+        self.notes = {}
+        self.normaliser.adapting()
+        if self.counters.batches % self.config.every:
+            with torch.no_grad():
+                features, logits = self.run(images)
+            reason = self.unusable(features)
+            skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
+            return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
+        features, logits = self.run(images)
+        loss = self.loss(features, logits)
+        refusal = self._backward(features, loss)
+        if not refusal:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
+        if refusal or self.config.answer == "before":
+            return logits, report
+        if self.config.answer == "after":
+            self.normaliser.adapting(update=False)
+            with torch.no_grad():
+                return self.run(images)[1], report
+        return self.predict(images), report
+
+    def _backward(self, features: Tensor, loss: Tensor) -> str:
+        """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
+        if reason := self.unusable(features):
+            return reason
+        if not torch.isfinite(loss):
+            return f"its loss is {loss.item()}"
+        loss.backward()
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        return "" if norm < LARGEST_GRADIENT else f"the norm of its gradient is {norm.item()}"
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {
+            f"optimizer.{i}.{key}": value
+            for i, parameter in enumerate(self.moving())
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        super().check_state(tensors)
+        moving = self.moving()
+        for name in (name for name in tensors if name.startswith("optimizer.")):
+            number = int(name.split(".")[1])
+            if number >= len(moving) or tensors[name].shape not in (moving[number].shape, torch.Size([])):
+                raise ValueError(
+                    f"the state has a `{name}` of shape {tuple(tensors[name].shape)}, which fits no parameter"
+                )
+
+    def set_state(self, tensors: Mapping[str, Tensor]) -> None:
+        super().set_state(tensors)
+        moving = self.moving()
+        self.optimizer.state.clear()
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                parameter = moving[int(number)]
+                # Adam's count of steps is a scalar that stays where it is; the rest goes where the parameter is.
+                value = tensor.to(parameter) if tensor.shape == parameter.shape else tensor
+                self.optimizer.state[parameter][key] = value.clone()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """`.to()`, `.double()`, … move the optimiser's memory along."""
+        super()._apply(fn, recurse)
+        for parameter, memory in self.optimizer.state.items() if hasattr(self, "optimizer") else ():
+            for key, value in memory.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    memory[key] = value.to(parameter)
+        return self

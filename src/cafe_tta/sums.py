@@ -1,0 +1,56 @@
+"""Sums over features that stream by: exact, in float64, with memory that does not grow."""
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # columns of the covariance that are added up together
+SAMPLE = 2048  # feature vectors that are kept: as much memory as the covariance of 2048 features
+
+
+class FeatureSums:
+    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._generator = torch.Generator().manual_seed(0)
+        self.sample = torch.zeros(0)
+        self._keys = torch.zeros(0)  # the rows with the smallest random keys are the sample
+
+    def add(self, features: Tensor) -> None:
+        if features.dim() != 2:
+            raise ValueError(f"expected features of shape (batch, D), but got {tuple(features.shape)}")
+        if not len(features):
+            return
+        values = features.detach().to("cpu", torch.float64)
+        if self.count == 0:
+            self.shift = values.mean(0)  # (D,)
+            self.sum = torch.zeros_like(self.shift)
+            self.outer = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
+        self._draw(features)
+        values = values - self.shift
+        self.count += len(values)
+        self.sum += values.sum(0)
+        for start in range(0, len(self.sum), BLOCK):  # the lower triangle is enough: half of the work
+            rows = slice(start, start + BLOCK)
+            self.outer[rows, : start + BLOCK].addmm_(values[:, rows].T, values[:, : start + BLOCK])
+
+    def mean_and_cov(self) -> tuple[Tensor, Tensor]:
+        """Mean (D,) and covariance (D, D), divided by n, of what was added."""
+        offset = self.sum / self.count
+        lower = self.outer.tril()
+        cov = (lower + lower.tril(-1).T) / self.count - torch.outer(offset, offset)
+        cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
+        return self.shift + offset, cov
+
+    def _draw(self, features: Tensor) -> None:
+        keys = torch.rand(len(features), generator=self._generator)
+        if len(self._keys) == SAMPLE:
+            better = keys < self._keys.max()
+            if not better.any():
+                return
+            features, keys = features[better.to(features.device)], keys[better]
+        rows = features.detach().to("cpu", torch.float32)
+        joined = torch.cat([self._keys, keys])
+        kept = joined.argsort(stable=True)[:SAMPLE]
+        self.sample = (torch.cat([self.sample, rows]) if len(self.sample) else rows)[kept]
+        self._keys = joined[kept]
