@@ -293,7 +293,10 @@ def test_plain_weights_in_float16_are_read_and_classes_counted(tmp_path: Path) -
     for name, tensor in loaded.model.state_dict().items():
         assert tensor.dtype == expected[name].dtype
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
-    with pytest.raises(ValueError, match=r'plain weights.*name the architecture too: load\("timm:resnet26", weights='):
+    with pytest.raises(
+        ValueError,
+        match=r'plain weights.*: --model timm:NAME --weights .*in Python: load\("timm:NAME", weights=',
+    ):
         models.load(path)
 
 

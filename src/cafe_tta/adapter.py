@@ -114,7 +114,7 @@ class Adapter(nn.Module):
             images = images.clone() if images.is_inference() else images.detach()
             logits, report = self.answer_or_leave(images)
         if report.refused:
-            warnings.warn(f"{self.name} took no step on this batch: {report.reason}", StepRefused, stacklevel=3)
+            warnings.warn(f"{self.name} took no step on this batch: {report.reason}", StepRefused, stacklevel=4)
         self.report = report
         self.counters.batches += 1
         self.counters.images += len(images)

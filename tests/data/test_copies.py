@@ -155,4 +155,4 @@ def test_a_polite_stop_says_how_to_go_on(tmp_path):
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGTERM
-    assert re.fullmatch(r"interrupted: \d+ of 134775 copies are made; the same command goes on\n", said)
+    assert re.fullmatch(r"interrupted: \d+ of 134775 copies made; the same command goes on\n", said)

@@ -172,12 +172,10 @@ def _make(job: copies.Job, workers: int) -> tuple[data.Unreadable, ...]:
 def _finish(job: copies.Job, left_out: tuple[data.Unreadable, ...], contact_sheet: bool, seconds: float) -> None:
     settings, output = job.settings, job.output
     total = len(job.chosen) * len(settings.domains)
+    severities = ", ".join(map(str, settings.severities))
     facts = [
         ("images", f"{settings.images}, of {settings.data}"),
-        (
-            "copies",
-            f"{total}: {counted(len(settings.corruptions), 'corruption')}, severity {', '.join(map(str, settings.severities))}",
-        ),
+        ("copies", f"{total}: {counted(len(settings.corruptions), 'corruption')}, severity {severities}"),
         ("parameters", f"preset {settings.preset}, seed {settings.seed}"),
     ]
     if left_out:

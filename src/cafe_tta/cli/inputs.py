@@ -194,10 +194,8 @@ def match_labels(
     elif len(names) == num_classes:
         numbers = np.arange(num_classes)  # as many classes: their numbers are the model's
     else:
-        return (
-            None,
-            f"there {'is 1 class' if len(names) == 1 else f'are {len(names)} classes'}, but the model has {num_classes}, without names",
-        )
+        there = "is 1 class" if len(names) == 1 else f"are {len(names)} classes"
+        return None, f"there {there}, but the model has {num_classes}, without names"
     matched: Labels = numbers[labels].astype(np.int64)
     if (matched < 0).all():
         return None, "no class folder is called like a class of the model"

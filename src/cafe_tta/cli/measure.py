@@ -101,7 +101,7 @@ def batchnorm_counts(adapter: Adapter) -> list[int]:
 
 
 def followed(adapter: Adapter, counts_before: list[int]) -> Followed | None:
-    """What adapting made of the running statistics, as BatchNorm counts; None where they do not follow whole batches."""
+    """What adapting made of the running statistics, as BatchNorm counts; None where they do not follow batches."""
     shares, most = [], 0
     for layer, before in zip(_tracking(adapter), counts_before, strict=True):
         batches = int(layer.num_batches_tracked) - before
@@ -122,7 +122,8 @@ def notes(
         return [f"the alignment loss of the model in evaluation mode {rise}"] if rise else []
     share = f"{follow.source_share:.0%} the source's after {counted(follow.batches, 'batch', 'batches')}"
     if rise:
-        text = f"the alignment loss of the model in evaluation mode {rise}; BatchNorm's running statistics, which it uses, are still {share}"
+        text = f"the alignment loss of the model in evaluation mode {rise}; "
+        text += f"BatchNorm's running statistics, which it uses, are still {share}"
     elif not online:
         text = f"--offline answers with BatchNorm's running statistics, which are still {share}"
     else:

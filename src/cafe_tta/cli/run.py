@@ -95,7 +95,7 @@ def interrupted_run(output: Path) -> bool:
 def describe_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     """Where the settings of two runs differ, and only that; empty where they do not.
 
-    >>> describe_differences({"seed": 0, "options": {"lr": 1, "blend": 2}}, {"seed": 0, "options": {"lr": 3, "blend": 2}})
+    >>> describe_differences({"seed": 0, "options": {"lr": 1}}, {"seed": 0, "options": {"lr": 3}})
     'lr=1 there, 3 now'
     """
     words = {"files": "other images", **{f"source {name}": f"another --{name}" for name in _SOURCES}}
