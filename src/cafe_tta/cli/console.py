@@ -1,6 +1,5 @@
 """Results go to stdout; progress, notes and errors to stderr, and progress only where somebody watches."""
 
-import os
 import signal
 import sys
 import threading
@@ -55,9 +54,8 @@ def say(text: str) -> None:
 
 
 def show_table(table: Table) -> None:
-    # A file or a pipe has no width: nothing is cut or folded there, unless COLUMNS asks for it.
-    asked = os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdecimal() and int(asked) else None if sys.stdout.isatty() else 200
+    # A file or a pipe has no width: nothing is cut or folded there.
+    width = None if sys.stdout.isatty() else 200
     Console(file=sys.stdout, highlight=False, markup=False, width=width).print(table)
 
 
