@@ -503,3 +503,27 @@ def test_an_option_is_given_once():
 def test_a_preset_and_settings_add_up():
     config = configuration("cafe", "cifar-online", ["lr=0.5", "optimizer=adam"])
     assert (config.answer, config.samples_per_dim, config.lr, config.optimizer) == ("after-eval", 1.25, 0.5, "adam")
+
+
+def test_batches_without_a_step_are_counted_with_the_reason(made, tmp_path):
+    result = adapt(made, tmp_path / "out", "--batch-size", 1, "--measure", 0)
+    assert re.search(r"without a step +60 of 60 batches: a batch of 1 is too small to normalise with", result.stdout)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["batches_without_step"] == 60 and summary["steps"] == 0
+    assert "nothing was adapted" in summary["notes"][0]
+
+
+def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
+    adapt(made, tmp_path / "out", "--measure", 0)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    adapt(made, tmp_path / "out", "--measure", 0, "--resume")
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    result = adapt(made, tmp_path / "out", "--measure", 0, "--resume", "--set", "lr=0.5", code=2)
+    assert "lr=0.001 there, 0.5 now" in result.stderr and "momentum" not in result.stderr
+
+
+def test_contact_sheet_of_corrupted_copies_is_not_an_image_of_theirs(made, tmp_path):
+    run("corrupt", "--data", made / "photos", "--output", tmp_path / "copies", "--corruptions", "fog", "--severity", 5)
+    assert (tmp_path / "copies/contact-sheet.png").is_file()
+    names = [data.load(tmp_path / "copies").item_name(i) for i in range(len(data.load(tmp_path / "copies")))]
+    assert len(names) == 60 and not any("contact-sheet" in name for name in names)

@@ -134,7 +134,7 @@ def notes(
         advice.append(f"--batch-size {smaller} would make {images // smaller} batches of these images")
     if getattr(adapter.config, "answer", "before") != "after-eval":
         advice.append(
-            "the answers given online do not use them"
+            "the answers given online with a step do not use them"
             if online
             else "--online answers do not use them: they normalise with the batch"
         )
