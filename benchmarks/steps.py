@@ -44,10 +44,8 @@ def main() -> None:
     print("| what | time | against | time | ratio | goal |\n|---|---:|---|---:|---:|---:|")
 
     create = partial(cafe.create, batch_size=args.batch)
-    affine = [p for layer in batchnorm_layers(classifier) for p in layer.parameters(recurse=False)]
     everything = plain_step(classifier, lambda c: list(c.backbone.parameters()))
     norm_only = plain_step(classifier, lambda c: [p for layer in batchnorm_layers(c) for p in layer.parameters()])
-    assert affine
     gated = create("cafe", classifier, source, gate=True, gate_margin=1e9)
     adapters: dict[str, Callable[[Tensor], object]] = {
         "cafe": create("cafe", classifier, source),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from cafe_tta.bench.experiments import Experiment
-from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.config import StepConfig
 from cafe_tta.gradient import GradientAdapter
@@ -42,7 +41,7 @@ def measure(classifier: SplitClassifier, size: int) -> Cost:
     return Cost(forward / BATCH, step / BATCH)
 
 
-def seconds(experiment: Experiment, source: SourceSide, cost: Cost, num_images: int) -> float:
+def seconds(experiment: Experiment, cost: Cost, num_images: int) -> float:
     """What all the runs of an experiment take, about: passes over the images by what each method does with one."""
     total = 0.0
     for part in experiment.parts:

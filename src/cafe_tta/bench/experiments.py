@@ -27,7 +27,6 @@ class Choice:
     config: Any
     label: str
     num_groups: int | None = None  # of the source statistics; None: the data set's own
-    max_group_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Runner:
                 before = self._source_outcome(stream) if self.experiment.frechet else None
             adapter = self._adapter(planned.choice)
             reset_peak_memory()
-            outcome = run(adapter, stream, planned.part.mode, self._reference(planned.choice), advance)
+            outcome = run(adapter, stream, planned.part.mode, self._reference(), advance)
             self.results.add(self.record(planned, adapter, outcome, before, peak_memory()))
 
     def stream(self, episode: Episode) -> Stream:
@@ -189,7 +189,7 @@ class Runner:
             self._adapters[choice.label] = kind(self.source.classifier, needs, choice.config)
         return self._adapters[choice.label]
 
-    def _reference(self, choice: Choice | None = None) -> Reference | None:
+    def _reference(self) -> Reference | None:
         if not self.experiment.frechet:
             return None
         if not hasattr(self, "_frechet"):

@@ -82,11 +82,9 @@ class SourceSide:
 
     def grouped(self, choice: Choice | None = None) -> SourceStats:
         """The statistics in groups: the data set's number of them, or a choice's own."""
-        wanted = choice.num_groups if choice is not None and choice.num_groups is not None else None
+        wanted = None if choice is None else choice.num_groups
         num_groups = wanted or self.options.num_groups or self.base.num_groups
-        limit = (
-            self.options.max_group_size if choice is None else (choice.max_group_size or self.options.max_group_size)
-        )
+        limit = self.options.max_group_size
         if (num_groups, limit) not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
             if path.exists():

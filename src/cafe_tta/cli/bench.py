@@ -240,7 +240,7 @@ def _listing(base: Base, options: SourceOptions) -> Table:
             cost = estimate.measure(source.classifier, source.preprocessing.size)
         count = len(data.load(base.data))
         costs = {
-            name: _duration(estimate.seconds(experiment(name, base), source, cost, count))
+            name: _duration(estimate.seconds(experiment(name, base), cost, count))
             for name, kind in KINDS.items()
             if base.name in kind.bases
         }
