@@ -16,6 +16,7 @@ from cafe_tta.bench.run import Mode
 from cafe_tta.methods import METHODS, configure
 
 SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024)  # k of the paper's Appendix D.2
+Variant = tuple[str, Mapping[str, Any]]  # a method, and options that differ from the experiment's
 PROTOCOLS = ("separated", "severity-mixed", "all-mixed", "continual", "clean", "shift")
 
 
@@ -176,9 +177,13 @@ def experiment(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     sweep: Sequence[int] | None = None,
     mode: Mode | None = None,
+    variants: Mapping[str, Variant] | None = None,
     **settings: Any,
 ) -> Experiment:
-    """A kind on a data set, with the paper's methods or those named, and options changed by method."""
+    """A kind on a data set, with the paper's methods or those named, and options changed by method.
+
+    Where a name in `methods` is one of `variants`, that method with those options stands in the table under that name.
+    """
     if kind not in KINDS:
         near = get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -186,21 +191,21 @@ def experiment(
     found = _base(base)
     if found.name in BASES and found.name not in KINDS[kind].bases:
         raise ValueError(f"experiment {kind!r} is not for {found.name}; choose from: {', '.join(KINDS[kind].bases)}")
-    changed = options or {}
+    described = _Described(options or {}, variants or {})
     mode = mode or ("online" if kind in ("online", "continual") else "offline")
     preset = f"{found.preset}-online" if mode == "online" else found.preset
     rivals = [name for name, method in METHODS.items() if method.needs != "data"]
     if kind == "groups":
         names = list(methods or ["cafe"])
         choices = tuple(
-            replace(_choice(name, preset, changed), label=f"{name} k={k}", num_groups=k)
+            replace(described.choice(name, preset), label=f"{name} k={k}", num_groups=k)
             for name in names
             for k in (sweep or found.sweep)
         )
         parts: tuple[Part, ...] = (Part("all-mixed", mode, choices),)
     else:
         default = ["source", "dann", "cafe"] if kind == "dann" else rivals
-        choices = tuple(_choice(name, preset, changed) for name in (methods or default))
+        choices = tuple(described.choice(name, preset) for name in (methods or default))
         columns = {
             "table1": found.mixtures,
             "online": found.mixtures,
@@ -225,8 +230,16 @@ def _base(base: str | Base) -> Base:
     return BASES[base]
 
 
-def _choice(name: str, preset: str, options: Mapping[str, Mapping[str, Any]]) -> Choice:
-    known = METHODS[name].presets if name in METHODS else {}
-    # Methods that do the same online and offline have no preset of their own for it.
-    fitting = preset if preset in known else preset.removesuffix("-online")
-    return Choice(name, configure(name, fitting, **options.get(name, {})), name)
+@dataclass(frozen=True)
+class _Described:
+    """Methods as somebody wants them: options by method, and variants under names of their own."""
+
+    options: Mapping[str, Mapping[str, Any]]
+    variants: Mapping[str, Variant]
+
+    def choice(self, label: str, preset: str) -> Choice:
+        name, options = self.variants.get(label, (label, {}))
+        known = METHODS[name].presets if name in METHODS else {}
+        # Methods that do the same online and offline have no preset of their own for it.
+        fitting = preset if preset in known else preset.removesuffix("-online")
+        return Choice(name, configure(name, fitting, **{**self.options.get(name, {}), **options}), label)

@@ -1,5 +1,6 @@
 """`cafe-tta bench`: the paper's experiments, each by one command."""
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,12 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cafe_tta.bench.experiments import BASES, KINDS, Base, Experiment, experiment
+from cafe_tta.bench.experiments import BASES, KINDS, Base, Experiment, Variant, experiment
 from cafe_tta.bench.run import Mode
 from cafe_tta.bench.runner import Runner, describe
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import inputs
 from cafe_tta.cli.console import Interrupted, progress, say, show_table
+from cafe_tta.cli.corrupt import choose_names
 from cafe_tta.cli.options import parse_settings
 from cafe_tta.methods import METHODS
 
@@ -35,8 +37,17 @@ def bench(
         bool, typer.Option("--show-episodes", help="Print which images come with which corruptions, and stop.")
     ] = False,
     methods: Annotated[
-        str | None, typer.Option(help="Only these, with commas.", rich_help_panel=_WHAT, show_default=False)
+        str | None,
+        typer.Option(
+            help="Only these, with commas; with options for a row of its own: cafe,cafe(normalisation=blend,lr=0.01).",
+            rich_help_panel=_WHAT,
+            show_default=False,
+        ),
     ] = None,
+    corruption_names: Annotated[
+        str,
+        typer.Option("--corruptions", help="all, held-out, or names with commas.", rich_help_panel=_WHAT),
+    ] = "all",
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, …", rich_help_panel=_WHAT)] = 3,
     limit: Annotated[
         int | None,
@@ -124,14 +135,16 @@ def bench(
         raise ValueError(
             f"expected the name of an experiment, but got none; choose from: {', '.join(KINDS)}; see --list"
         )
-    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    names, variants = (None, {}) if methods is None else _methods(methods)
     chosen = experiment(
         kind,
         base,
         methods=names,
-        options=_options(settings or [], names or list(METHODS)),
+        options=_options(settings or [], [variants.get(name, (name,))[0] for name in names or METHODS]),
         sweep=None if sweep is None else [_number(text) for text in sweep.split(",")],
         mode=_mode(mode),
+        variants=variants,
+        corruptions=choose_names(corruption_names),
         seeds=tuple(range(seeds)),
         limit=limit,
         frechet=KINDS[kind].frechet if frechet is None and kind in KINDS else bool(frechet),
@@ -198,6 +211,17 @@ def _options(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[st
         for name in chosen:
             options.setdefault(name, {}).update(parse_settings(name, [text]))
     return options
+
+
+def _methods(text: str) -> tuple[list[str], dict[str, Variant]]:
+    """`cafe,tent(lr=0.1,every=2)`: the rows of the table, and what the rows with options stand for."""
+    labels = [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+    variants: dict[str, Variant] = {}
+    for label in labels:
+        if (match := re.fullmatch(r"([^()]+)\((.+)\)", label)) is not None:
+            name = match[1].strip()
+            variants[label] = name, parse_settings(name, match[2].split(","))
+    return labels, variants
 
 
 def _mode(text: str | None) -> Mode | None:
