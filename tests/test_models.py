@@ -387,3 +387,18 @@ def test_the_digits_network_learns_digits() -> None:
     assert train(classifier, images[seen], labels[seen], config).train_accuracy > 0.97
     with torch.no_grad():
         assert (classifier(images[held_out]).argmax(1) == labels[held_out]).float().mean() > 0.95
+
+
+def test_a_new_head_keeps_the_rest_of_the_weights(tmp_path: Path) -> None:
+    old = models.build("cafe:digits-resnet", num_classes=10)
+    file = tmp_path / "old.safetensors"
+    models.save(file, old, "cafe:digits-resnet", Preprocessing(size=32, mean=HALF, std=HALF), tuple("abcdefghij"))
+    loaded = models.load("cafe:digits-resnet", weights=file, num_classes=7, new_head=True)
+    assert (loaded.num_classes, loaded.classes) == (7, None)
+    tensors, kept = loaded.model.state_dict(), old.state_dict()
+    head = [name for name in tensors if tensors[name].dim() and len(tensors[name]) == 7]
+    assert head and all(torch.equal(tensors[n], kept[n]) for n in tensors if n not in head and "num_batches" not in n)
+    with pytest.raises(ValueError, match="`new_head` with `weights`"):
+        models.load("cafe:digits-resnet", num_classes=7, new_head=True)
+    with pytest.raises(ValueError, match="10 classes apart, but `num_classes` is 7"):
+        models.load("cafe:digits-resnet", weights=file, num_classes=7)

@@ -139,13 +139,18 @@ def load(
     size: int | None = None,
     mean: Rgb | None = None,
     std: Rgb | None = None,
+    new_head: bool = False,
 ) -> LoadedModel:
     """A model, ready to use, from its name or from a file.
 
     `spec` is timm:NAME, torchvision:NAME, cafe:NAME, or the path of a file that `save` made. A file of plain weights
     does not say what it is the weights of: give the name, and the file as `weights`. `size`, `mean` and `std` replace
     what the library or the file says about preprocessing; with a `size`, images are resized to it without a crop.
+    With `new_head`, the weights of a file go into all but the last layer, which is new and has `num_classes` outputs:
+    the beginning of training on other classes.
     """
+    if new_head and (weights is None or num_classes is None):
+        raise ValueError("expected `new_head` with `weights` of a named architecture and `num_classes`")
     if weights is not None and pretrained:
         raise ValueError("expected either `weights` or `pretrained`, but got both")
     if not _is_name(spec):
@@ -163,7 +168,7 @@ def load(
     if name is not None and meta and meta["architecture"] != name:
         raise ValueError(f"{weights} holds a {meta['architecture']}, but {name} was asked for")
     architecture = name or meta["architecture"]
-    if meta and num_classes not in (None, meta["num_classes"]):
+    if meta and not new_head and num_classes not in (None, meta["num_classes"]):
         raise ValueError(f"{weights} tells {meta['num_classes']} classes apart, but `num_classes` is {num_classes}")
 
     saved = Preprocessing(**meta["preprocessing"]) if meta else None
@@ -173,9 +178,11 @@ def load(
         found = _classes_in(tensors, model, _num_classes(model, architecture)) if num_classes is None else None
         if found is not None:
             model = build(architecture, found, size=wanted)
+        if new_head:
+            tensors = tensors | _head_tensors(model, architecture)
         _put_into(model, tensors, f"{weights}", architecture)
     preprocessing = _changed(saved or default_preprocessing(architecture, model), size, mean, std)
-    classes = tuple(meta["classes"]) if meta.get("classes") else None
+    classes = tuple(meta["classes"]) if meta.get("classes") and not new_head else None
     trained = weights is not None or pretrained
     # Convolutions on a CPU are faster so: a tenth to a quarter of a step (docs/performance.md).
     model = model.eval().to(memory_format=torch.channels_last)
@@ -448,6 +455,13 @@ def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return layers[-1] if layers else None
+
+
+def _head_tensors(model: nn.Module, architecture: str) -> dict[str, Tensor]:
+    head = _head(model)
+    if head is None:
+        raise ValueError(f"{architecture} ends in no linear layer that a new one could replace")
+    return {f"{head[0]}.{name}": tensor.clone() for name, tensor in head[1].state_dict().items()}
 
 
 def _classes_in(tensors: Mapping[str, Tensor], model: nn.Module, num_classes: int) -> int | None:

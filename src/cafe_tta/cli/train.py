@@ -52,6 +52,9 @@ def train(
     mean: inputs.MeanOption = None,
     std: inputs.StdOption = None,
     head: inputs.HeadOption = None,
+    new_head: Annotated[
+        bool, typer.Option("--new-head", help="Keep all but the last layer of --weights: train on to other classes.")
+    ] = False,
 ) -> None:
     """Train a source classifier. Small: the images must fit into memory.
 
@@ -79,6 +82,7 @@ def train(
         "mean": mean,
         "std": std,
         "head": head,
+        "new_head": new_head,
         **asdict(config),
     }
     if fresh:
@@ -103,6 +107,7 @@ def train(
             size=image_size,
             mean=inputs.three_numbers("mean", mean),
             std=inputs.three_numbers("std", std),
+            new_head=new_head,
         )
     classifier = split_classifier(loaded.model, head=head).to(place)
     classes = loaded.classes or imageset.classes
