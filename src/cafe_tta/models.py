@@ -184,9 +184,7 @@ def load(
     preprocessing = _changed(saved or default_preprocessing(architecture, model), size, mean, std)
     classes = tuple(meta["classes"]) if meta.get("classes") and not new_head else None
     trained = weights is not None or pretrained
-    # Convolutions on a CPU are faster so: a tenth to a quarter of a step (docs/performance.md).
-    model = model.eval().to(memory_format=torch.channels_last)
-    return LoadedModel(model, architecture, _num_classes(model, architecture), preprocessing, classes, trained)
+    return LoadedModel(model.eval(), architecture, _num_classes(model, architecture), preprocessing, classes, trained)
 
 
 def save(
@@ -211,6 +209,14 @@ def save(
         "classes": None if classes is None else list(classes),
     }
     return storage.write(path, "model", FORMAT_VERSION, tensors, meta)
+
+
+def laid_out(model: nn.Module) -> nn.Module:
+    """The model with its weights laid out channels-last: the same up to rounding, and faster on CPUs.
+
+    It takes a tenth to a quarter off a step (docs/performance.md).
+    """
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def default_preprocessing(architecture: str, model: nn.Module) -> Preprocessing:

@@ -97,7 +97,7 @@ def load_model(
     if not loaded.trained:
         download = "" if spec.startswith("cafe:") else ", or say --pretrained"  # there is nothing to download for ours
         raise ValueError(f"{spec} alone has random weights; give a file with --weights{download}")
-    classifier = split_classifier(loaded.model, head=head).eval().to(place)
+    classifier = split_classifier(models.laid_out(loaded.model), head=head).eval().to(place)
     classes = None if loaded.classes is None else tuple(loaded.classes)
     return Model(classifier, loaded.architecture, loaded.preprocessing, classes)
 
