@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cafe_tta import METHODS, FeatureStats, SourceStats, data
+from cafe_tta import METHODS, FeatureStats, SourceStats, create, data, split_classifier
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli import app
+from cafe_tta.cli.measure import Followed, Measurement
+from cafe_tta.cli.measure import notes as measure_notes
 from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
+from cafe_tta.digits_resnet import DigitsResNet
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
@@ -206,11 +210,20 @@ def test_images_that_come_class_by_class_are_remarked_on(made, tmp_path):
     result = adapt(made, tmp_path / "out", "--no-shuffle")
     notes = result.stderr.splitlines()
     assert notes[0] == "note: the images come class by class, which misleads every method; --shuffle mixes them"
-    # Four batches: the running statistics are still mostly the source's, and what was measured got worse.
-    assert (
-        "alignment loss of the model in evaluation mode rose" in notes[1] and "the source's after 4 batches" in notes[1]
-    )
-    assert json.loads((tmp_path / "out/summary.json").read_text())["notes"]
+
+
+def test_a_rise_of_the_alignment_loss_is_remarked_on():
+    adapter = create("adabn", split_classifier(DigitsResNet()))
+    worse = Measurement(images=60, alignment=(1.0, 2.5), frechet=None, accuracy=None)
+    better = replace(worse, alignment=(2.5, 1.0))
+    early, late = Followed(batches=4, source_share=0.66), Followed(batches=40, source_share=0.01)
+    (text,) = measure_notes(worse, early, online=True, adapter=adapter, images=60)
+    assert "alignment loss of the model in evaluation mode rose from 1 to 2.5" in text
+    assert "still 66% the source's after 4 batches" in text
+    (text,) = measure_notes(worse, late, online=True, adapter=adapter, images=60)
+    assert text.endswith("rose from 1 to 2.5")
+    assert not measure_notes(better, early, online=True, adapter=adapter, images=60)
+    assert measure_notes(better, early, online=False, adapter=adapter, images=60)
 
 
 # Stopping and going on

@@ -20,6 +20,7 @@ from cafe_tta.bench.records import Results, key_of, read
 from cafe_tta.bench.runner import Runner, describe
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.cli.app import app
+from cafe_tta.cli.bench import _methods
 
 BASE = replace(BASES["digits"], copies=1)
 
@@ -252,3 +253,22 @@ def test_settings_are_readable(results):
     make_runner(results, methods=["source"], seeds=(0,)).work()
     settings = json.loads((results / "settings.json").read_text())
     assert settings["corruptions"]["severities"] == [5] and settings["source"]["images"] == 901
+
+
+def test_a_method_with_options_is_a_row_of_its_own():
+    labels, variants = _methods("source, cafe(normalisation=source,lr=0.01),cafe, tent(every=2)")
+    assert labels == ["source", "cafe(normalisation=source,lr=0.01)", "cafe", "tent(every=2)"]
+    chosen = experiment("mixed", "digits", methods=labels, variants=variants, options={"cafe": {"momentum": 0.5}})
+    found = {choice.label: choice for choice in chosen.parts[0].choices}
+    assert list(found) == labels
+    config = found["cafe(normalisation=source,lr=0.01)"].config
+    assert (config.normalisation, config.lr, config.momentum, config.samples_per_dim) == ("source", 0.01, 0.5, 1.25)
+    assert (found["cafe"].config.normalisation, found["cafe"].config.momentum) == ("batch", 0.5)
+    assert found["tent(every=2)"].method == "tent" and found["tent(every=2)"].config.every == 2
+    with pytest.raises(ValueError, match="cafe has no option 'norm'"):
+        _methods("cafe(norm=source)")
+
+
+def test_other_corruptions_can_be_dealt():
+    result = CliRunner().invoke(app, "bench mixed --seeds 1 --limit 40 --corruptions held-out --show-episodes".split())
+    assert "spatter-5" in result.output.replace("\n", "") and "fog" not in result.output
