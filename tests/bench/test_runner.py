@@ -270,5 +270,7 @@ def test_a_method_with_options_is_a_row_of_its_own():
 
 
 def test_other_corruptions_can_be_dealt():
-    result = CliRunner().invoke(app, "bench mixed --seeds 1 --limit 40 --corruptions held-out --show-episodes".split())
+    result = CliRunner().invoke(
+        app, ["bench", "mixed", "--seeds", "1", "--limit", "40", "--corruptions", "held-out", "--show-episodes"]
+    )
     assert "spatter-5" in result.output.replace("\n", "") and "fog" not in result.output
