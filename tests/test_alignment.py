@@ -1,6 +1,7 @@
 """The alignment loss against literal computations of Eq. 2-3."""
 
 import math
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
 
 import cafe_tta as cafe
+from cafe_tta import gaussians
 from cafe_tta.gaussians import Moments, SourceGaussians, merge
 
 
@@ -276,3 +278,18 @@ def test_group_a_little_wider_than_the_batch_keeps_a_gentle_gradient():
     gaussians.divergence(gaussians.moments(whole), 1.25).values.mean().backward()
     gaussians.divergence(gaussians.moments(features), 1.25, memory, at_least=58).values.mean().backward()
     assert features.grad.norm() < 10 * whole.grad.norm()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(0, 2000))
+def test_buckets_are_the_cheapest_cuts(widths, bucket_cost):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gaussians, "BUCKET_COST", bucket_cost)
+        buckets = gaussians._partition(widths)
+    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(widths)))
+    ordered = sorted(widths)
+    cheapest = min(
+        sum((b - a) * ordered[b - 1] ** 2 + bucket_cost for a, b in pairwise([0, *cuts, len(ordered)]))
+        for count in range(len(ordered))
+        for cuts in combinations(range(1, len(ordered)), count)
+    )
+    assert sum(len(b) * max(widths[n] for n in b) ** 2 + bucket_cost for b in buckets) == cheapest

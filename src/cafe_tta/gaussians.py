@@ -11,8 +11,9 @@ the D×D covariance of the batch is never formed. All of it is in float64, where
 beside the network's, and a float32 Cholesky of a nearly singular C does fail on real features.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 # A group counts as degenerate when a pivot of C is below this share of the mean pivot: C⁻¹ would be noise.
 SMALLEST_PIVOT = 1e-10
+# What a bucket costs by itself, in units of one group's d² (a batch of 256, one CPU thread): half a millisecond.
+BUCKET_COST = 8192
 
 
 class GroupedStatistics(Protocol):
@@ -70,16 +73,29 @@ class Divergence(NamedTuple):
 class _Bucket:
     """Groups of similar width, padded to the widest. A padded dimension is standard normal on both sides: it adds 0."""
 
-    numbers: Tensor  # (K,) which groups these are
+    numbers: list[int]  # (K,) which groups these are
     dims: Tensor  # (K, d) feature dimensions, 0 where padded
     mean: Tensor  # (K, d)
     whitener: Tensor  # (K, d, d): Λ^(-½) Vᵀ, rows and columns of zeros where padded
-    padding: Tensor  # (K, d): 1 where padded
+    padding: Tensor  # (K, d, d): 1 on the diagonal where padded
     sizes: Tensor  # (K,)
+    widest: int
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "_Bucket":
         floats = {name: getattr(self, name).to(device, dtype) for name in ("mean", "whitener", "padding", "sizes")}
-        return _Bucket(self.numbers.to(device), self.dims.to(device), **floats)
+        return _Bucket(self.numbers, self.dims.to(device), **floats, widest=self.widest)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the features are, once their columns are laid out bucket by bucket."""
+
+    columns: Tensor  # (P,) the feature in each column
+    places: Tensor  # (D,) the column of each feature; P for a feature in no group
+    order: Tensor  # (K,) puts values that come bucket by bucket into the order of the source's groups
+
+    def to(self, device: torch.device) -> "_Layout":
+        return _Layout(self.columns.to(device), self.places.to(device), self.order.to(device))
 
 
 class SourceGaussians:
@@ -92,12 +108,11 @@ class SourceGaussians:
         self.eigenvalue_floor = eigenvalue_floor
         groups, covs = list(source.groups), list(source.covs)
         self.num_groups = len(groups)
-        widths: dict[int, list[int]] = {}
-        for number, dims in enumerate(groups):
-            widths.setdefault(_padded_width(len(dims)), []).append(number)
         self._buckets = [
-            _bucket(numbers, source.mean, groups, covs, eigenvalue_floor) for _, numbers in sorted(widths.items())
+            _bucket(numbers, source.mean, groups, covs, eigenvalue_floor)
+            for numbers in _partition([len(dims) for dims in groups])
         ]
+        self._layout = _layout(self._buckets, self.num_features)
 
     def moments(self, features: Tensor) -> list[Moments]:
         """Count, mean and covariance of a batch of whitened features: one `Moments` for each bucket of groups."""
@@ -107,17 +122,9 @@ class SourceGaussians:
                 f"but got {tuple(features.shape)}"
             )
         self._move(features)
-        batch = len(features)
-        # One gather for all buckets: its backward pass writes a gradient of all the features, and once is enough.
-        rows = features.T.contiguous().index_select(0, torch.cat([bucket.dims.flatten() for bucket in self._buckets]))
-        parts = rows.to(_wide(features)).split([bucket.dims.numel() for bucket in self._buckets])
-        moments = []
-        for bucket, part in zip(self._buckets, parts, strict=True):
-            mean, cov = _MeanAndCovariance.apply(part.view(*bucket.dims.shape, batch))
-            whitened_mean = (bucket.whitener @ (mean - bucket.mean)[..., None]).squeeze(-1)
-            whitened_cov = bucket.whitener @ cov @ bucket.whitener.mT
-            moments.append(Moments(torch.full_like(bucket.sizes, batch), whitened_mean, whitened_cov))
-        return moments
+        flat = _WhitenedMoments.apply(features, _wide(features), self._buckets, self._layout)
+        counts = [torch.full_like(bucket.sizes, len(features)) for bucket in self._buckets]
+        return [Moments(count, flat[2 * i], flat[2 * i + 1]) for i, count in enumerate(counts)]
 
     def divergence(
         self,
@@ -133,27 +140,24 @@ class SourceGaussians:
         covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
         of the source. Never fails, and never gives NaN for finite features.
         """
-        values, completed, numbers = [], [], []
+        values, completed = [], []
         for i, bucket in enumerate(self._buckets):
-            own = moments[i]
-            wanted = (samples_per_dim * bucket.sizes).clamp(min=at_least)  # (K,)
-            missing = (wanted - own.count).clamp(min=0)
-            total = own
-            if memory is not None:
-                taken = torch.minimum(missing, memory[i].count)
-                total = _merge_some(total, memory[i].with_count(taken))
-                missing = missing - taken
-            total = _merge_some(total, _source(total, missing))
-            kl, degenerate = _symmetric_kl(total, bucket.padding)
+            own = total = moments[i]
+            if float(own.count[0]) < max(samples_per_dim * bucket.widest, at_least):
+                missing = ((samples_per_dim * bucket.sizes).clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
+                if memory is not None:
+                    taken = torch.minimum(missing, memory[i].count)
+                    total = merge(total, memory[i].with_count(taken))
+                    missing = missing - taken
+                total = merge(total, _source(total, missing))
+            kl, degenerate = _SymmetricKL.apply(total.mean, total.cov)
             if degenerate.any():
                 more = torch.where(degenerate, bucket.sizes + 1, torch.zeros_like(bucket.sizes))
                 total = merge(total, _source(total, more))
-                kl, _ = _symmetric_kl(total, bucket.padding)
+                kl, _ = _SymmetricKL.apply(total.mean, total.cov)
             values.append(kl)
             completed.append(total.count > own.count)
-            numbers.append(bucket.numbers)
-        order = torch.cat(numbers).argsort()
-        return Divergence(torch.cat(values)[order], torch.cat(completed)[order])
+        return Divergence(torch.cat(values)[self._layout.order], torch.cat(completed)[self._layout.order])
 
     def pack(self, moments: list[Moments]) -> tuple[Tensor, Tensor]:
         """Moments of one batch as two plain tensors: the count, and all the rest. The inverse of `unpack`."""
@@ -176,16 +180,28 @@ class SourceGaussians:
     def _move(self, features: Tensor) -> None:
         if self._buckets[0].mean.device != features.device:
             self._buckets = [bucket.to(features.device, _wide(features)) for bucket in self._buckets]
+            self._layout = self._layout.to(features.device)
 
 
 def _wide(features: Tensor) -> torch.dtype:
     return torch.float32 if features.device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def _padded_width(width: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most half as much again, and few buckets."""
-    power = 1 << (width - 1).bit_length()
-    return power * 3 // 4 if width <= power * 3 // 4 and power >= 4 else power
+def _partition(widths: Sequence[int]) -> list[list[int]]:
+    """Groups by similar width, so that padding and the number of buckets together cost least.
+
+    A bucket of K groups padded to d costs K·d², and BUCKET_COST for itself. In the order of their widths, the best
+    buckets are neighbours: the cheapest way to cut the first n widths is found for each n in turn.
+    """
+    numbers = sorted(range(len(widths)), key=lambda number: widths[number])
+    ordered = [widths[number] for number in numbers]
+    ends = [end for end in range(1, len(ordered)) if ordered[end] > ordered[end - 1]] + [len(ordered)]
+    best = {0: (0, [0])}  # number of groups dealt with: cost, and where the cuts are
+    for end in ends:
+        width = widths[numbers[end - 1]]
+        cost, cuts = min((cost + (end - start) * width**2, cuts) for start, (cost, cuts) in best.items())
+        best[end] = (cost + BUCKET_COST, [*cuts, end])
+    return [numbers[start:end] for start, end in pairwise(best[len(numbers)][1])]
 
 
 def _bucket(
@@ -196,7 +212,7 @@ def _bucket(
     dims = torch.zeros(shape, dtype=torch.long)
     means = torch.zeros(shape, dtype=torch.float64)
     whitener = torch.zeros(*shape, width, dtype=torch.float64)
-    padding = torch.ones(shape, dtype=torch.float64)
+    padding = torch.eye(width, dtype=torch.float64).repeat(len(numbers), 1, 1)
     for row, number in enumerate(numbers):
         group = groups[number].cpu()
         size = len(group)
@@ -204,9 +220,18 @@ def _bucket(
         dims[row, :size] = group
         means[row, :size] = mean.cpu().double()[group]
         whitener[row, :size, :size] = vectors.T / values.clamp(min=eigenvalue_floor).sqrt()[:, None]
-        padding[row, :size] = 0
+        padding[row, :size] = 0  # whole rows: what is left of the diagonal is the padding's
     sizes = torch.tensor([len(groups[number]) for number in numbers], dtype=torch.float64)
-    return _Bucket(torch.tensor(numbers), dims, means, whitener, padding, sizes)
+    return _Bucket(numbers, dims, means, whitener, padding, sizes, width)
+
+
+def _layout(buckets: list[_Bucket], num_features: int) -> _Layout:
+    columns = torch.cat([bucket.dims.flatten() for bucket in buckets])
+    real = torch.cat([1 - bucket.padding.diagonal(dim1=1, dim2=2).flatten() for bucket in buckets]).bool()
+    places = torch.full((num_features,), len(columns))
+    places[columns[real]] = real.nonzero().squeeze(1)
+    order = torch.tensor([number for bucket in buckets for number in bucket.numbers]).argsort()
+    return _Layout(columns, places, order)
 
 
 def _source(like: Moments, count: Tensor) -> Moments:
@@ -215,31 +240,55 @@ def _source(like: Moments, count: Tensor) -> Moments:
     return Moments(count, torch.zeros_like(like.mean), eye.expand_as(like.cov))
 
 
-def _merge_some(a: Moments, b: Moments) -> Moments:
-    return merge(a, b) if bool((b.count > 0).any()) else a
+class _WhitenedMoments(torch.autograd.Function):
+    """Mean and covariance (divided by B) of whitened features, for one bucket after the other: w, C, w, C, …
 
-
-def _symmetric_kl(moments: Moments, padding: Tensor) -> tuple[Tensor, Tensor]:
-    cov = moments.cov + torch.diag_embed(padding * (1 - moments.cov.diagonal(dim1=1, dim2=2)))
-    return _SymmetricKL.apply(moments.mean, cov)
-
-
-class _MeanAndCovariance(torch.autograd.Function):
-    """Mean and covariance (divided by B) over the last dimension. Its gradient is one product; autograd's is three."""
+    Written out, because autograd would go through the features some ten times, and this is most of what the loss costs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, samples: Tensor) -> tuple[Tensor, Tensor]:
-        mean = samples.mean(-1)  # (K, d)
-        centred = samples - mean[..., None]  # (K, d, B)
-        ctx.save_for_backward(centred)
-        return mean, centred @ centred.mT / samples.shape[-1]
+    def forward(
+        ctx: Any, features: Tensor, wide: torch.dtype, buckets: list[_Bucket], layout: _Layout
+    ) -> tuple[Tensor, ...]:
+        rows = features.T.contiguous().index_select(0, layout.columns).to(wide)  # (P, B)
+        mean = rows.mean(1)
+        centred = rows.sub_(mean[:, None])
+        found: list[Tensor] = []
+        start = 0
+        for bucket in buckets:
+            groups, width = bucket.dims.shape
+            end = start + groups * width
+            samples = centred[start:end].view(groups, width, -1)  # (K, d, B)
+            cov = (samples @ samples.mT).div_(len(features))
+            delta = mean[start:end].view(groups, width) - bucket.mean
+            found.append((bucket.whitener @ delta[..., None]).squeeze(-1))
+            found.append(torch.baddbmm(bucket.padding, bucket.whitener @ cov, bucket.whitener.mT))
+            start = end
+        # The gradient is linear in the features: their own precision is enough for it, and costs half.
+        ctx.save_for_backward(centred.to(features.dtype))
+        ctx.buckets, ctx.layout = buckets, layout
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_mean: Tensor, by_cov: Tensor) -> Tensor:
+    def backward(ctx: Any, *by_moments: Tensor) -> tuple[Tensor, None, None, None]:
         (centred,) = ctx.saved_tensors
-        by_samples = torch.baddbmm(by_mean[..., None], by_cov + by_cov.mT, centred)
-        return by_samples.div_(centred.shape[-1])
+        batch = centred.shape[1]
+        by_columns = centred.new_empty(len(centred) + 1, batch)  # one more, for features in no group
+        by_columns[-1] = 0
+        start = 0
+        for i, bucket in enumerate(ctx.buckets):
+            groups, width = bucket.dims.shape
+            end = start + groups * width
+            by_mean, by_cov = by_moments[2 * i], by_moments[2 * i + 1]
+            pulled = bucket.whitener.mT @ (by_cov + by_cov.mT) @ bucket.whitener
+            pushed = bucket.whitener.mT @ by_mean[..., None]  # (K, d, 1)
+            samples = centred[start:end].view(groups, width, batch)
+            by_samples = by_columns[start:end].view(groups, width, batch)
+            torch.baddbmm((pushed / batch).to(samples), (pulled / batch).to(samples), samples, out=by_samples)
+            start = end
+        by_features = by_columns.index_select(0, ctx.layout.places)  # (D, B)
+        return by_features.T, None, None, None
 
 
 class _SymmetricKL(torch.autograd.Function):
@@ -252,15 +301,16 @@ class _SymmetricKL(torch.autograd.Function):
     def forward(ctx: Any, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
         factor, info = torch.linalg.cholesky_ex(cov)
         pivots = factor.diagonal(dim1=1, dim2=2).square()  # (K, d)
-        degenerate = (info != 0) | ~(pivots.amin(1) > SMALLEST_PIVOT * pivots.mean(1)) | ~torch.isfinite(pivots).all(1)
+        smallest = SMALLEST_PIVOT * pivots.mean(1)
+        degenerate = (info != 0) | ~(pivots.amin(1) > smallest) | ~smallest.isfinite()
         eye = torch.eye(cov.shape[1], dtype=cov.dtype, device=cov.device).expand_as(cov)
         factor = torch.where(degenerate[:, None, None], eye, factor)
         inverse = torch.cholesky_inverse(factor)  # (K, d, d): C⁻¹
         solved = (inverse @ mean[..., None]).squeeze(-1)  # (K, d): C⁻¹w
         trace = (cov + inverse).diagonal(dim1=1, dim2=2).sum(1) - 2 * cov.shape[1]
         values = (trace + (mean * (mean + solved)).sum(1)) / 4
-        unusable = ~torch.isfinite(mean).all(1) | ~torch.isfinite(cov).flatten(1).all(1)
-        values = torch.where(unusable, torch.full_like(values, torch.nan), torch.where(degenerate, 0.0, values))
+        values = torch.where(degenerate, 0.0, values)
+        values += 0 * (cov.sum((1, 2)) + mean.sum(1))  # NaN where something is not finite
         ctx.save_for_backward(mean, inverse, solved, degenerate)
         ctx.mark_non_differentiable(degenerate)
         return values, degenerate
