@@ -38,6 +38,8 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/steps.py --model torchvision:resnet50 --size 224 --batch 8 --repeats 3 --cuts layer3 layer4
+	$(BIN)/python benchmarks/step_memory.py
+	$(BIN)/python benchmarks/torch_options.py --repeats 3
 	$(BIN)/python benchmarks/alignment_loss.py
 	$(BIN)/python benchmarks/source_side.py
 	$(BIN)/python benchmarks/statistics_memory.py

@@ -32,7 +32,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = models.build(args.model, num_classes=10, size=args.size).eval()
-    classifier = cafe.split_classifier(model)
+    classifier = cafe.split_classifier(models.laid_out(model))
     images = torch.randn(args.batch, 3, args.size, args.size)
     loader = [torch.randn(64, 3, args.size, args.size) for _ in range(2 if args.size > 64 else 8)]
     settle(classifier, loader)
@@ -50,6 +50,7 @@ def main() -> None:
     adapters: dict[str, Callable[[Tensor], object]] = {
         "cafe": create("cafe", classifier, source),
         "cafe-dimwise": create("cafe-dimwise", classifier, source),
+        "cafe-plus": create("cafe-plus", classifier, source),
         "infomax": create("infomax", classifier),
         "fr": create("fr", classifier, histograms),
         "bacs, one member": create("bacs", classifier, posterior),
@@ -73,6 +74,7 @@ def main() -> None:
     for name, against, goal in (
         ("cafe", "plain step", "≤ 1.05"),
         ("cafe-dimwise", "plain step", ""),
+        ("cafe-plus", "plain step", ""),
         ("infomax", "plain step", ""),
         ("tent", "plain step, BatchNorm parameters", "≤ 1.05"),
         ("adabn", "forward", "≤ 1.05"),

@@ -25,6 +25,8 @@ from cafe_tta.methods import CAFe as CAFe
 from cafe_tta.methods import CAFeConfig as CAFeConfig
 from cafe_tta.methods import CAFeDimwise as CAFeDimwise
 from cafe_tta.methods import CAFeNoInfomax as CAFeNoInfomax
+from cafe_tta.methods import CAFePlus as CAFePlus
+from cafe_tta.methods import CAFePlusConfig as CAFePlusConfig
 from cafe_tta.methods import DANNConfig as DANNConfig
 from cafe_tta.methods import FRConfig as FRConfig
 from cafe_tta.methods import Infomax as Infomax

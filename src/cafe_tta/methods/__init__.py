@@ -11,6 +11,7 @@ from cafe_tta.methods.bacs import BACS, BACSConfig
 from cafe_tta.methods.cafe import CAFe, CAFeConfig
 from cafe_tta.methods.cafe_dimwise import CAFeDimwise
 from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax
+from cafe_tta.methods.cafe_plus import CAFePlus, CAFePlusConfig
 from cafe_tta.methods.dann import DANN, DANNConfig
 from cafe_tta.methods.fr import FR, FRConfig
 from cafe_tta.methods.infomax import Infomax
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Adapter]] = {
     "cafe-no-infomax": CAFeNoInfomax,
     "cafe-dimwise": CAFeDimwise,
     "cafe": CAFe,
+    "cafe-plus": CAFePlus,
     "dann": DANN,
 }
 
@@ -81,6 +83,8 @@ __all__ = [
     "CAFeConfig",
     "CAFeDimwise",
     "CAFeNoInfomax",
+    "CAFePlus",
+    "CAFePlusConfig",
     "DANNConfig",
     "FRConfig",
     "Infomax",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cafe_tta import corruptions
 from cafe_tta.bench import paper
 from cafe_tta.bench.report import notes
 from cafe_tta.bench.report.columns import Column, Row, columns, rows
@@ -82,8 +83,12 @@ def estimates(column: Column, lines: Sequence[Row]) -> tuple[dict[str, Estimate]
 
 
 def printed(column: Column, row: Row) -> paper.Published:
-    """The paper's number, for methods as they are: under another label, a method has other options."""
-    if row.label != row.method:
+    """The paper's number, for methods as they are: under another label, a method has other options.
+
+    None for corruptions that the paper does not have.
+    """
+    names = column.first.corruptions.get("names") or corruptions.NAMES
+    if row.label != row.method or set(names).isdisjoint(corruptions.NAMES):
         return None
     return paper.published(column.dataset, column.protocol, column.mode, row.method)
 

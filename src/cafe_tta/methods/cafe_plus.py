@@ -1,0 +1,30 @@
+"""CAFe+: CAFe for mixed streams, whose batches describe no single image's corruption. Not in the paper.
+
+BatchNorm normalises with the source's statistics and a little of the batch's; docs/choices.md says how that was chosen.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cafe_tta.methods.cafe import CAFe, CAFeConfig
+from cafe_tta.normalisation import Normalisation
+
+
+@dataclass(frozen=True)
+class CAFePlusConfig(CAFeConfig):
+    normalisation: Normalisation = "blend"  # what BatchNorm normalises with while adapting
+    blend: float = 0.1  # weight of the batch's statistics
+
+
+class CAFePlus(CAFe):
+    """CAFe that keeps nine tenths of the source's BatchNorm statistics: for streams of mixed corruptions."""
+
+    name = "cafe-plus"
+    Config = CAFePlusConfig
+    config: CAFePlusConfig
+    presets: ClassVar = {
+        "cifar": CAFePlusConfig(),
+        "cifar-online": CAFePlusConfig(answer="after-eval"),
+        "imagenet": CAFePlusConfig(),
+        "imagenet-online": CAFePlusConfig(answer="after-eval"),
+    }
