@@ -13,11 +13,12 @@ from cafe_tta.normalisation import Normalisation
 @dataclass(frozen=True)
 class CAFePlusConfig(CAFeConfig):
     normalisation: Normalisation = "blend"  # what BatchNorm normalises with while adapting
-    blend: float = 0.1  # weight of the batch's statistics
+    blend: float = 0.25  # weight of the batch's statistics
+    lr: float = 2e-3
 
 
 class CAFePlus(CAFe):
-    """CAFe that keeps nine tenths of the source's BatchNorm statistics: for streams of mixed corruptions."""
+    """CAFe that keeps three quarters of the source's BatchNorm statistics: for streams of mixed corruptions."""
 
     name = "cafe-plus"
     Config = CAFePlusConfig
