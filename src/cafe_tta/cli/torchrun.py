@@ -6,8 +6,10 @@ made only where one is wanted. Every forward pass is a sign of life; every rank 
 first.
 """
 
+import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -20,17 +22,23 @@ from typing import Annotated, Any
 
 import typer
 
+from cafe_tta.cli.console import Interrupted
+
 TIMEOUT = 1800.0  # seconds; longer than any step without a forward pass, such as grouping thousands of features
 JOINING = 600.0  # at least so long for all ranks to start: machines do not start at once
 PAUSE = 0.05  # seconds between two looks
+_jobs = itertools.count()  # of this process
+_LOST = ("imed out", "imeout", "onnection")  # what errors of PyTorch say when another rank does not answer
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+PANEL = "Many processes, started by torchrun"
 
 TimeoutOption = Annotated[
     float,
     typer.Option(
         min=1,
         help="Under torchrun: a rank that gives no sign of life for so many seconds ends the job.",
-        rich_help_panel="Many processes, started by torchrun",
+        rich_help_panel=PANEL,
     ),
 ]
 
@@ -215,8 +223,7 @@ class Job:
         try:
             yield
         except RuntimeError as error:
-            lost = any(text in str(error) for text in ("imed out", "onnection", "closed by", "imeout"))
-            if not lost:
+            if type(error).__module__.startswith("cafe_tta") or not any(sign in str(error) for sign in _LOST):
                 raise
             raise RankLost(
                 f"the ranks lost each other: another rank has ended or hung ({_first_line(error)})"
@@ -239,8 +246,9 @@ def joined(timeout: float) -> Iterator[Job]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", own.number)) % torch.cuda.device_count())
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=max(timeout, JOINING)))))
-    # When torchrun starts the ranks again after an error, what was said before does not count.
-    job = Job(own, PrefixStore(f"cafe-tta {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), timeout)
+    # When torchrun starts the ranks again after an error, what was said before does not count; nor in another job.
+    prefix = f"cafe-tta {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {next(_jobs)}"
+    job = Job(own, PrefixStore(prefix, store), timeout)
     job.begin()
     alive = register_module_forward_hook(job.beat)
     try:
@@ -248,6 +256,21 @@ def joined(timeout: float) -> Iterator[Job]:
     finally:
         alive.remove()
     job.end()
+
+
+@contextmanager
+def told_to_stop(job: Job) -> Iterator[None]:
+    """Rank 0 does not simply die when torchrun ends the job, because of another rank: it can say how far things are."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Interrupted("", number)
+
+    before = signal.signal(signal.SIGTERM, stop) if job.rank == 0 else None
+    try:
+        yield
+    finally:
+        if job.rank == 0:
+            signal.signal(signal.SIGTERM, before)
 
 
 def best_backend() -> str:
