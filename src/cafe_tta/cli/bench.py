@@ -242,9 +242,10 @@ def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder
 
 def _do_own_runs(runner: Runner, job: torchrun.Job) -> None:
     if runner.share.ranks > 1:
-        runner.work(advance=job.advance)
+        runner.work(started=job.beat, advance=job.advance)
     else:
         runner.work(
+            started=job.beat,
             advance=job.advance,
             claim=lambda planned: job.claim(json.dumps(planned.key)),
             begin=job.rank / job.world,

@@ -69,7 +69,7 @@ def merge_files(paths: Sequence[Path]) -> tuple[FeatureStats, int]:
     for path in paths:  # all are looked at before any is merged, and one at a time is in memory
         part = _load(path)
         metas.append(part.meta)
-        digests.append("" if part.stats is None else storage.tensor_digest(part.stats.cov))
+        digests.append("" if part.stats is None else _digest(part.stats))
     shards = [meta["shard"] for meta in metas if "shard" in meta]
     order = list(range(len(paths)))
     if shards and len(shards) < len(paths):
@@ -93,6 +93,10 @@ def merge_files(paths: Sequence[Path]) -> tuple[FeatureStats, int]:
 def _load(path: Path) -> Part:
     tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
     return Part(FeatureStats.from_file(tensors, meta) if meta["count"] else None, meta)
+
+
+def _digest(stats: FeatureStats) -> str:
+    return f"{stats.count} {storage.tensor_digest(stats.mean)} {storage.tensor_digest(stats.cov)}"
 
 
 def _check_numbers(shards: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
