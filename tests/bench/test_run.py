@@ -67,6 +67,11 @@ def test_shares_of_a_stream_make_the_whole(digits, monkeypatch, largest):
             assert max(len(part.labels) for part in own) - min(len(part.labels) for part in own) <= 1
             assert torch.equal(torch.cat([part.images for part in own]), batch.images)
             assert torch.equal(torch.cat([part.labels for part in own]), batch.labels)
+        parts = [list(stream.batches(batch_size, in_turns=True)) for stream in shared]
+        for number, batch in enumerate(whole.batches(batch_size)):
+            own = [part[number] for part in parts]
+            assert [len(part.images) for part in own] == [len(batch.images) * (number % 5 == r) for r in range(5)]
+            assert torch.equal(own[number % 5].images, batch.images)
 
 
 def test_clean_episode_is_not_corrupted(digits):

@@ -59,7 +59,8 @@ def run(
     Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
     in evaluation mode; only a method that `wants_more` sees the images more than once before that. `advance` is told
     how many images were dealt with. Where the stream is shared by several processes, each shows its adapter its part of
-    every batch, and all of them come to the same outcome; the time is that of the slowest.
+    every batch, answers whole batches in turns when the stream is over, and all of them come to the same outcome; the
+    time is that of the slowest.
     """
     share = stream.share
     adapter.reset()
@@ -81,7 +82,11 @@ def run(
     frechet = aligned = None
     if mode == "offline" or reference is not None:
         features = []
-        for batch in stream.batches(EVALUATION_BATCH):
+        for batch in stream.batches(EVALUATION_BATCH, in_turns=True):
+            if not len(batch.images):  # another rank's turn
+                features.append(torch.zeros(0, adapter.classifier.num_features))
+                offline.append(torch.zeros(0, dtype=torch.bool))
+                continue
             start = time.perf_counter()
             found, logits = adapter.features_and_logits(batch.images)
             seconds += (time.perf_counter() - start) if mode == "offline" else 0.0

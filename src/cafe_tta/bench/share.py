@@ -11,17 +11,21 @@ from torch import Tensor
 class Share:
     """What of every batch this process sees: all of it, or the part of one rank of a process group.
 
-    >>> [Share(rank, 3).part(10, 15) for rank in range(3)]
+    >>> [Share(rank, 3).part(2, 10, 15) for rank in range(3)]
     [slice(10, 11, None), slice(11, 13, None), slice(13, 15, None)]
     """
 
     rank: int = 0
     ranks: int = 1
 
-    def part(self, start: int, stop: int) -> slice:
+    def part(self, number: int, start: int, stop: int) -> slice:
         """Where this rank's images lie in a batch that goes from `start` to `stop`. May be empty."""
         edges = (start + (stop - start) * number // self.ranks for number in (self.rank, self.rank + 1))
         return slice(*edges)
+
+    def turn(self, number: int, start: int, stop: int) -> slice:
+        """The whole batch, if it is this rank's turn, or nothing of it: where an answer may depend on its batch."""
+        return slice(start, stop if number % self.ranks == self.rank else start)
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""

@@ -51,9 +51,11 @@ class Stream:
     def __len__(self) -> int:
         return len(self.episode)
 
-    def batches(self, batch_size: int) -> Iterator[StreamBatch]:
-        for start in range(0, len(self.episode), batch_size):
-            part = self.share.part(start, min(start + batch_size, len(self.episode)))
+    def batches(self, batch_size: int, in_turns: bool = False) -> Iterator[StreamBatch]:
+        """All batches: of each, this process's part; or, in turns, whole batches, and nothing of the others'."""
+        deal = self.share.turn if in_turns else self.share.part
+        for number, start in enumerate(range(0, len(self.episode), batch_size)):
+            part = deal(number, start, min(start + batch_size, len(self.episode)))
             images = self._preprocessing(self._corrupted(part))
             yield StreamBatch(images, self._labels[part], self.episode.domain_of[part])
 

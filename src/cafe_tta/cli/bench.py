@@ -152,8 +152,6 @@ def bench(
     own = torchrun.rank()
     if own is not None and own.number and (listing or show_episodes):
         return  # one process is enough
-    if synchronised and "WORLD_SIZE" not in os.environ:
-        raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
     if listing:
         show_table(_listing(base, source_options))
         return
@@ -175,6 +173,8 @@ def bench(
         limit=limit,
         frechet=KINDS[kind].frechet if frechet is None and kind in KINDS else bool(frechet),
     )
+    if synchronised:
+        _check_synchronised(chosen)
     if show_episodes:
         _show_episodes(chosen)
         return
@@ -196,6 +196,17 @@ def bench(
     for shown in make_report([folder]).tables[:1]:
         show_table(drawn(shown))
     print(f"\nrecords: {folder / RECORDS}; tables, figures and a page: cafe-tta report {folder}")
+
+
+def _check_synchronised(chosen: Experiment) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
+    methods = sorted({choice.method for part in chosen.parts for choice in part.choices})
+    if alone := [name for name in methods if not getattr(METHODS[name], "adds_up", True)]:
+        raise ValueError(
+            f"{', '.join(alone)} cannot adapt as one over several ranks; leave it out with --methods, "
+            "or do without --synchronised"
+        )
 
 
 def _work(runner: Runner, folder: Path, job: torchrun.Job | None = None) -> None:
@@ -235,6 +246,8 @@ def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder
         runner = make(share)
         runner.prepare()
         made = [folder / SETTINGS, *sorted((folder / "source").glob("*.safetensors"))]
+        if synchronised:
+            runner = make(share)  # from the same files as the others: adapters compare what they are made of
         job.tell("source side", {str(path.relative_to(folder)): path.stat().st_size for path in made})
     with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
         _work(runner, folder, job)
