@@ -272,47 +272,45 @@ def assert_close_records(ours, theirs):
         assert record["accuracy"] == pytest.approx(other["accuracy"], abs=0.01)
         assert record["by_domain"] == pytest.approx(other["by_domain"], abs=0.2)
         for name in ("frechet_before", "frechet_after", "alignment_before", "alignment_after"):
-            assert record[name] == pytest.approx(other[name], rel=1e-3)
+            assert record[name] == pytest.approx(other[name], rel=1e-4)
         for name in ("episode", "steps", "refused", "config", "source", "model"):
             assert record[name] == other[name]
 
 
 @needs_proc
-def test_a_rank_that_hangs_and_one_that_dies_end_the_job_and_others_go_on(made, tmp_path):
-    """Two ranks: one is stopped. Again: one is killed. Then a process alone does the rest."""
+def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, tmp_path):
+    """Two ranks: one is killed. Again, with more to do: one is stopped. Then a process alone does the rest."""
     folder = results(made, tmp_path / "results")
-    bench = ("bench", "mixed", "--limit", 40, "--seeds", 6, "--methods", "source,adabn,infomax,cafe")
-    command = ["-m", "cafe_tta", *bench, "--output", folder, "--timeout", SILENCE]
+    bench = ("bench", "mixed", "--limit", 20, "--methods", "source,adabn,infomax,cafe", "--seeds")
+    command = ["-m", "cafe_tta", *bench]
     lines = folder / "records.jsonl"
 
     def count():
         return lines.read_text().count("\n") if lines.exists() else 0
 
-    with launched(2, command, tmp_path / "hangs") as job:
+    with launched(2, [*command, 6, "--output", folder], tmp_path / "dies") as job:
         job.wait(lambda: count() >= 2)
+        job.signal(1, signal.SIGKILL)
+        code, out, err = job.finish()
+    done = count()
+    assert code == 1 and out == "" and 2 <= done < 24
+    assert f"interrupted: {done} of 24 runs are done and kept in {folder}; start again to go on" in err
+    assert "Signal 9 (SIGKILL)" in err  # torchrun says which
+
+    with launched(2, [*command, 8, "--output", folder, "--timeout", SILENCE], tmp_path / "hangs") as job:
+        job.wait(lambda: count() > done)
         job.signal(1, signal.SIGSTOP)
         job.wait(lambda: "no sign of life" in job.err.read_text())
         job.signal(1, signal.SIGCONT)  # or torchrun waits half a minute for it to heed its signal
         code, out, err = job.finish()
-    assert code == 1 and out == ""
-    message = (
-        r"rank 0: error: rank 1 \(.+, process \d+\) has given no sign of life for 20 s: .+; (\d+) of 24 runs are done"
-    )
-    found = re.search(message, err)
+    assert code == 1 and out == "" and f"{done} of 32 runs are done already" in err
     done = count()
-    assert found and int(found[1]) == done and 2 <= done < 24, err
-
-    with launched(2, command, tmp_path / "dies") as job:
-        job.wait(lambda: count() >= done + 3)
-        job.signal(1, signal.SIGKILL)
-        code, out, err = job.finish()
-    assert code == 1 and out == "" and f"{done} of 24 runs are done already" in err
-    done = count()
-    assert f"interrupted: {done} of 24 runs are done and kept in {folder}; start again to go on" in err
-    assert "Signal 9 (SIGKILL)" in err and done < 24  # torchrun says which
+    lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has given no sign of life for {SILENCE} s: .+ {done} of 32 runs"
+    assert re.search(lost, err), err
     with lines.open("a") as file:
         file.write('{"format": 1, "cut": "of')
 
-    assert f"{done} of 24 runs are done already" in run(*bench, "--output", folder).stderr
-    run(*bench, "--output", results(made, tmp_path / "undisturbed"))
+    said = run(*bench, 8, "--output", folder).stderr
+    assert f"{done} of 32 runs are done already" in said and "cut off by a crash" in said
+    run(*bench, 8, "--output", results(made, tmp_path / "undisturbed"))
     assert records(folder) == records(tmp_path / "undisturbed")
