@@ -25,7 +25,6 @@ from cafe_tta.cli import inputs, torchrun
 from cafe_tta.cli.console import Interrupted, progress, say, show_table
 from cafe_tta.cli.corrupt import choose_names
 from cafe_tta.cli.options import parse_settings
-from cafe_tta.cli.torchrun import RankLost
 from cafe_tta.methods import METHODS
 
 _SOURCE = "The source side"
@@ -227,8 +226,6 @@ def _work(runner: Runner, folder: Path, job: torchrun.Job | None = None) -> None
     except KeyboardInterrupt as error:
         number = getattr(error, "exit_code", 128 + signal.SIGINT) - 128
         raise Interrupted(_kept(runner, folder), number) from None
-    except (RankLost, ConnectionError) as error:
-        raise type(error)(f"{error}; {_kept(runner, folder)}") from error
 
 
 def _kept(runner: Runner, folder: Path) -> str:
@@ -249,8 +246,11 @@ def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder
         if synchronised:
             runner = make(share)  # from the same files as the others: adapters compare what they are made of
         job.tell("source side", {str(path.relative_to(folder)): path.stat().st_size for path in made})
-    with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
-        _work(runner, folder, job)
+    try:
+        with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
+            _work(runner, folder, job)
+    except (TimeoutError, ConnectionError, RuntimeError) as error:  # the other ranks, or the machine
+        raise RuntimeError(f"{error}; {_kept(runner, folder)}") from error
 
 
 def _do_own_runs(runner: Runner, job: torchrun.Job) -> None:
