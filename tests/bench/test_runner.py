@@ -193,10 +193,13 @@ def test_several_processes_write_to_one_file(tmp_path):
 def test_a_file_that_stays_locked_is_an_error(tmp_path, monkeypatch):
     results = Results(tmp_path, {"a": 1})
     monkeypatch.setattr(records_module, "LOCKED", 0.1)
+    calls = []
+    results.waiting = lambda: calls.append(1)
     with (tmp_path / "records.jsonl").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match="records.jsonl has been locked by another process for 0.1 s"):
             results.add({"episode": {"name": "e"}})
+    assert calls and (tmp_path / "records.jsonl").read_text() == ""
 
 
 def test_sweep_over_the_number_of_groups_fills_every_cell(results):

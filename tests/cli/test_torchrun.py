@@ -281,7 +281,7 @@ def assert_close_records(ours, theirs):
 def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, tmp_path):
     """Two ranks: one is killed. Again, with more to do: one is stopped. Then a process alone does the rest."""
     folder = results(made, tmp_path / "results")
-    bench = ("bench", "mixed", "--limit", 20, "--methods", "source,adabn,infomax,cafe", "--seeds")
+    bench = ("bench", "mixed", "--limit", 20, "--no-frechet", "--methods", "source,adabn,infomax,cafe", "--seeds")
     command = ["-m", "cafe_tta", *bench]
     lines = folder / "records.jsonl"
 

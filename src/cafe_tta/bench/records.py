@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,7 @@ class Results:
 
     def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
+        self.waiting: Callable[[], None] = lambda: None  # called again and again while another process has the file
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings = json.loads(json.dumps(settings))  # as it comes back from the file
         path = self.folder / SETTINGS
@@ -39,7 +40,7 @@ class Results:
         self.dropped = False
         self._done: dict[tuple[Any, ...], dict[str, Any]] = {}
         if (self.folder / RECORDS).exists():
-            with _locked(self.folder / RECORDS) as handle:
+            with _locked(self.folder / RECORDS, self.waiting) as handle:
                 self.dropped = _drop_unfinished_line(handle)
                 self._done = {key_of(record): record for record in read(self.folder / RECORDS)}
 
@@ -60,7 +61,7 @@ class Results:
     def add(self, record: Mapping[str, Any]) -> None:
         """Writes a record down, at once and for good."""
         line = json.dumps(record, sort_keys=True).encode() + b"\n"
-        with _locked(self.folder / RECORDS) as handle:
+        with _locked(self.folder / RECORDS, self.waiting) as handle:
             _drop_unfinished_line(handle)  # of a process that has crashed since
             rest = line
             while rest:
@@ -94,7 +95,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[int]:
     """A file that no other process reads or writes meanwhile, as a handle that writes at its end."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -106,6 +107,7 @@ def _locked(path: Path) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{path} has been locked by another process for {LOCKED:g} s") from None
+                waiting()
                 time.sleep(0.01)
         yield handle
     finally:

@@ -254,6 +254,7 @@ def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder
 
 
 def _do_own_runs(runner: Runner, job: torchrun.Job) -> None:
+    runner.results.waiting = job.beat
     if runner.share.ranks > 1:
         runner.work(started=job.beat, advance=job.advance)
     else:

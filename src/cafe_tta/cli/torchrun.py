@@ -128,9 +128,11 @@ class Job:
 
     def meet(self, name: str) -> None:
         """Waits until every rank has come here."""
+        self._count()
         self._add(f"meet {name}", 1)
         while self._add(f"meet {name}", 0) < self.world:
             self._pause()
+        self._count()  # what the others have done before they came
 
     def advance(self, amount: int) -> None:
         """So many images more were dealt with."""
@@ -204,7 +206,6 @@ class Job:
     def end(self) -> None:
         """Waits until all ranks have done their work. Rank 0, whose store it may be, leaves last."""
         self.meet("end")
-        self._count()
         if self.rank:
             self._add("left", 1)
             return
