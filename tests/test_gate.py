@@ -1,5 +1,7 @@
 """The gate: no step on batches that look like the source, steps on those that do not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,25 @@ def test_sample_is_drawn_from_the_whole_stream_and_merges(monkeypatch):
         accumulator.add(part)
     sample = accumulator.sample
     assert len(sample) == 50 and 300 < sample.mean() < 700 and len(sample.unique(dim=0)) == 50
-    a, b = (cafe.FeatureStats.from_features(part) for part in (features[:800], features[800:]))
+    parts = [features[:800], features[800:]]
+    a, b = map(cafe.FeatureStats.from_features, parts)
+    merged = cafe.FeatureStats.merge(a, b)
+    assert len(merged.sample) == 50 and 5 <= (merged.sample[:, 0] >= 800).sum() <= 15
+    # Of samples that somebody else drew, each gets its share.
+    a, b = (replace(stats, keys=None) for stats in (a, b))
     merged = cafe.FeatureStats.merge(a, b)
     assert len(merged.sample) == 50 and (merged.sample[:, 0] >= 800).sum() == 10
+
+
+def test_parts_that_know_their_place_have_the_sample_of_the_whole(source, monkeypatch):
+    from cafe_tta import sums
+
+    monkeypatch.setattr(sums, "SAMPLE", 50)
+    monkeypatch.setattr(sums, "AT_ONCE", 64)
+    loader = [images for images, _ in source.loader]  # 4 of 60 images
+    whole = cafe.FeatureStats.fit(source.classifier, loader)
+    parts = [cafe.FeatureStats.fit_part(source.classifier, loader[a:b], 60 * a) for a, b in ((0, 1), (1, 1), (1, 4))]
+    assert parts[1] is None
+    for first, second in ((parts[0], parts[2]), (parts[2], parts[0])):
+        merged = cafe.FeatureStats.merge(first, second)
+        assert torch.equal(merged.sample, whole.sample) and torch.equal(merged.keys, whole.keys)

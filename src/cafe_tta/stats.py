@@ -13,7 +13,7 @@ from cafe_tta.classifier import SplitClassifier, evaluating
 from cafe_tta.gate import alignment_of_source
 from cafe_tta.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.losses import EIGENVALUE_FLOOR
-from cafe_tta.sums import SAMPLE, FeatureSums
+from cafe_tta.sums import SAMPLE, FeatureSums, smallest
 
 FORMAT_VERSION = 1
 
@@ -34,6 +34,7 @@ class FeatureStats:
     sample: Tensor | None = (
         None  # (n, D) some of the features: how batches of them look; stays at the training site too
     )
+    keys: Tensor | None = None  # (n,) by which the sample was drawn: the smallest of all, in ascending order
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
@@ -57,8 +58,19 @@ class FeatureStats:
 
         Memory is O(D²), however many images there are, and the classifier is left as it was.
         """
+        found = FeatureStats.fit_part(classifier, loader)
+        if found is None:
+            raise ValueError("expected at least one source image, but the loader was empty")
+        return found
+
+    @staticmethod
+    def fit_part(classifier: SplitClassifier, loader: Iterable[Any], start: int = 0) -> "FeatureStats | None":
+        """As `fit`, of a part of the source images, before which `start` others come; None if there are none in it.
+
+        The parts, merged, have the sample that the whole would have.
+        """
         require_classifier(classifier)
-        sums = FeatureSums()
+        sums = FeatureSums(start)
         place = next(classifier.parameters())
         with torch.no_grad(), evaluating(classifier):
             for number, batch in enumerate(loader):
@@ -70,9 +82,7 @@ class FeatureStats:
                         "look for damaged images or weights"
                     )
                 sums.add(features)
-        if sums.count == 0:
-            raise ValueError("expected at least one source image, but the loader was empty")
-        return _from_sums(sums, classifier_meta(classifier))
+        return _from_sums(sums, classifier_meta(classifier)) if sums.count else None
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -87,8 +97,8 @@ class FeatureStats:
             share = other.count / count
             delta = other.mean - merged.mean  # (D,)
             cov = (1 - share) * merged.cov + share * other.cov + share * (1 - share) * torch.outer(delta, delta)
-            sample = _join_samples(merged, other)
-            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample)
+            sample, keys = _join_samples(merged, other)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample, keys)
         return merged
 
     def group(
@@ -127,14 +137,25 @@ class FeatureStats:
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
         meta = {**self.meta, "count": self.count}
-        tensors = {"mean": self.mean, "cov": self.cov} | ({} if self.sample is None else {"sample": self.sample})
-        return storage.write(path, "feature-stats", FORMAT_VERSION, tensors, meta)
+        tensors = {"mean": self.mean, "cov": self.cov, "sample": self.sample, "keys": self.keys}
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return storage.write(path, "feature-stats", FORMAT_VERSION, present, meta)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "FeatureStats":
         tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
-        count = meta.pop("count")
-        return FeatureStats(tensors["mean"], tensors["cov"], count, meta, tensors.get("sample"))
+        if not meta["count"]:
+            raise ValueError(
+                f"{path} is a shard without images: cafe-tta stats --merge puts it together with the others"
+            )
+        return FeatureStats.from_file(tensors, meta)
+
+    @staticmethod
+    def from_file(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> "FeatureStats":
+        """What `save` wrote, as `storage.read` gives it."""
+        own = {name: value for name, value in meta.items() if name != "count"}
+        sample, keys = tensors.get("sample"), tensors.get("keys")
+        return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys)
 
 
 @dataclass(frozen=True)
@@ -275,13 +296,15 @@ def _check_moments(mean: Tensor, cov: Tensor) -> None:
 
 def _from_sums(sums: FeatureSums, meta: Mapping[str, Any]) -> FeatureStats:
     mean, cov = sums.mean_and_cov()
-    return FeatureStats(mean, cov, sums.count, meta, sums.sample)
+    return FeatureStats(mean, cov, sums.count, meta, sums.sample, sums.keys)
 
 
-def _join_samples(a: FeatureStats, b: FeatureStats) -> Tensor | None:
-    """A sample of both, each with its share."""
+def _join_samples(a: FeatureStats, b: FeatureStats) -> tuple[Tensor | None, Tensor | None]:
+    """A sample of both, with its keys. Where the keys are not known, each has its share in it."""
     if a.sample is None or b.sample is None:
-        return None
+        return None, None
+    if a.keys is not None and b.keys is not None:
+        return smallest(torch.cat([a.sample, b.sample]), torch.cat([a.keys, b.keys]))
     size = min(SAMPLE, len(a.sample) + len(b.sample))
     of_b = min(len(b.sample), max(size - len(a.sample), round(size * b.count / (a.count + b.count))))
-    return torch.cat([a.sample[: size - of_b], b.sample[:of_b]])
+    return torch.cat([a.sample[: size - of_b], b.sample[:of_b]]), None

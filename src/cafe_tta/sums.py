@@ -5,16 +5,24 @@ from torch import Tensor
 
 BLOCK = 256  # columns of the covariance that are added up together
 SAMPLE = 2048  # feature vectors that are kept: as much memory as the covariance of 2048 features
+AT_ONCE = 2**20  # keys that are passed over together
 
 
 class FeatureSums:
-    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation."""
+    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation.
 
-    def __init__(self) -> None:
+    `start` is how many feature vectors of the whole come before these, where these are a part. Every place of the whole
+    has a random key of its own, and the rows with the smallest keys are the sample: so that the rows with the smallest
+    keys of all the parts' samples are the sample of the whole.
+    """
+
+    def __init__(self, start: int = 0) -> None:
         self.count = 0
         self._generator = torch.Generator().manual_seed(0)
+        for done in range(0, start, AT_ONCE):
+            torch.rand(min(AT_ONCE, start - done), generator=self._generator)
         self.sample = torch.zeros(0)
-        self._keys = torch.zeros(0)  # the rows with the smallest random keys are the sample
+        self.keys = torch.zeros(0)  # of the sample, in ascending order
 
     def add(self, features: Tensor) -> None:
         if features.dim() != 2:
@@ -44,13 +52,17 @@ class FeatureSums:
 
     def _draw(self, features: Tensor) -> None:
         keys = torch.rand(len(features), generator=self._generator)
-        if len(self._keys) == SAMPLE:
-            better = keys < self._keys.max()
+        if len(self.keys) == SAMPLE:
+            better = keys < self.keys.max()
             if not better.any():
                 return
             features, keys = features[better.to(features.device)], keys[better]
         rows = features.detach().to("cpu", torch.float32)
-        joined = torch.cat([self._keys, keys])
-        kept = joined.argsort(stable=True)[:SAMPLE]
-        self.sample = (torch.cat([self.sample, rows]) if len(self.sample) else rows)[kept]
-        self._keys = joined[kept]
+        rows = torch.cat([self.sample, rows]) if len(self.sample) else rows
+        self.sample, self.keys = smallest(rows, torch.cat([self.keys, keys]))
+
+
+def smallest(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows with the smallest keys, as many as a sample has, and their keys."""
+    kept = keys.argsort(stable=True)[:SAMPLE]
+    return rows[kept], keys[kept]

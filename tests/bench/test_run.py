@@ -9,6 +9,7 @@ from cafe_tta import corruptions, data, models
 from cafe_tta.bench import protocols
 from cafe_tta.bench import stream as stream_module
 from cafe_tta.bench.run import Reference, run
+from cafe_tta.bench.share import Share
 from cafe_tta.bench.stream import Stream
 from cafe_tta.gaussians import SourceGaussians
 
@@ -50,6 +51,27 @@ def test_stream_is_the_same_in_other_batches_and_when_it_is_too_large_to_keep(di
     monkeypatch.setattr(stream_module, "LARGEST_IN_MEMORY", 0)
     streamed = torch.cat([batch.images for batch in mixed(digits).batches(13)])
     assert torch.equal(whole, parts) and torch.equal(whole, streamed)
+
+
+@pytest.mark.parametrize("largest", [2**30, 0])
+def test_shares_of_a_stream_make_the_whole(digits, monkeypatch, largest):
+    """Five ranks, batches of 13 and of 3: some shares are empty."""
+    monkeypatch.setattr(stream_module, "LARGEST_IN_MEMORY", largest)
+    whole = mixed(digits, limit=29)
+    shared = [Stream(digits, whole.episode, PREPROCESSING, share=Share(rank, 5)) for rank in range(5)]
+    for batch_size in (13, 3):
+        parts = [list(stream.batches(batch_size)) for stream in shared]
+        for number, batch in enumerate(whole.batches(batch_size)):
+            own = [part[number] for part in parts]
+            assert all(part.images.shape[1:] == (3, 32, 32) for part in own)
+            assert max(len(part.labels) for part in own) - min(len(part.labels) for part in own) <= 1
+            assert torch.equal(torch.cat([part.images for part in own]), batch.images)
+            assert torch.equal(torch.cat([part.labels for part in own]), batch.labels)
+        parts = [list(stream.batches(batch_size, in_turns=True)) for stream in shared]
+        for number, batch in enumerate(whole.batches(batch_size)):
+            own = [part[number] for part in parts]
+            assert [len(part.images) for part in own] == [len(batch.images) * (number % 5 == r) for r in range(5)]
+            assert torch.equal(own[number % 5].images, batch.images)
 
 
 def test_clean_episode_is_not_corrupted(digits):

@@ -1,5 +1,6 @@
 """The benchmark as a whole: records, resume after any interruption, refusal to mix settings, the same numbers twice."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cafe_tta as cafe
+from cafe_tta.bench import records as records_module
 from cafe_tta.bench import source_side
 from cafe_tta.bench.experiments import BASES, KINDS, experiment
 from cafe_tta.bench.records import Results, key_of, read
@@ -168,6 +171,36 @@ def test_records_without_settings_are_left_alone(tmp_path):
     (tmp_path / "records.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"has records.jsonl but no settings.json"):
         Results(tmp_path, {"a": 1})
+
+
+def test_several_processes_write_to_one_file(tmp_path):
+    """Each with a handle of its own, as ranks have; one of them crashes in the middle of a line."""
+
+    def write(number):
+        own = Results(tmp_path, {"a": 1})
+        for run in range(20):
+            if number == 0 and run == 10:
+                with (tmp_path / "records.jsonl").open("a") as file:
+                    file.write('{"cut": "of')
+            episode = {"name": f"{number}", "padding": "x" * 10000}
+            own.add({"protocol": "p", "mode": "online", "label": "l", "seed": run, "episode": episode, "config": {}})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found = Results(tmp_path, {"a": 1})
+    assert len(found) == len(read(tmp_path / "records.jsonl")) == 80 and not found.dropped
+
+
+def test_a_file_that_stays_locked_is_an_error(tmp_path, monkeypatch):
+    results = Results(tmp_path, {"a": 1})
+    monkeypatch.setattr(records_module, "LOCKED", 0.1)
+    calls = []
+    results.waiting = lambda: calls.append(1)
+    with (tmp_path / "records.jsonl").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="records.jsonl has been locked by another process for 0.1 s"):
+            results.add({"episode": {"name": "e"}})
+    assert calls and (tmp_path / "records.jsonl").read_text() == ""
 
 
 def test_sweep_over_the_number_of_groups_fills_every_cell(results):

@@ -2,12 +2,15 @@
 
 A folder of results holds `settings.json`, which says what its runs have in common, and `records.jsonl`. A line is
 written at once and put on disk before the next run begins; a line that was cut off by a crash is dropped, and its run
-is done again.
+is done again. Several processes may write to the same folder: they lock the file for the moment of writing.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from cafe_tta import storage
 
 FORMAT = 1
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
+LOCKED = 60.0  # seconds to wait for a file that another process writes to; it takes milliseconds
 
 
 class Results:
@@ -23,6 +27,7 @@ class Results:
 
     def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
+        self.waiting: Callable[[], None] = lambda: None  # called again and again while another process has the file
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings = json.loads(json.dumps(settings))  # as it comes back from the file
         path = self.folder / SETTINGS
@@ -32,8 +37,12 @@ class Results:
             raise ValueError(f"{self.folder} has {RECORDS} but no {SETTINGS}: choose another folder for new results")
         else:
             storage.write_bytes(path, json.dumps(self.settings, indent=1, sort_keys=True).encode())
-        self.dropped = _drop_unfinished_line(self.folder / RECORDS)
-        self._done = {key_of(record): record for record in read(self.folder / RECORDS)}
+        self.dropped = False
+        self._done: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if (self.folder / RECORDS).exists():
+            with _locked(self.folder / RECORDS, self.waiting) as handle:
+                self.dropped = _drop_unfinished_line(handle)
+                self._done = {key_of(record): record for record in read(self.folder / RECORDS)}
 
     def __len__(self) -> int:
         return len(self._done)
@@ -52,12 +61,12 @@ class Results:
     def add(self, record: Mapping[str, Any]) -> None:
         """Writes a record down, at once and for good."""
         line = json.dumps(record, sort_keys=True).encode() + b"\n"
-        handle = os.open(self.folder / RECORDS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(handle, line)
+        with _locked(self.folder / RECORDS, self.waiting) as handle:
+            _drop_unfinished_line(handle)  # of a process that has crashed since
+            rest = line
+            while rest:
+                rest = rest[os.write(handle, rest) :]
             os.fsync(handle)
-        finally:
-            os.close(handle)
         loaded = json.loads(line)
         self._done[key_of(loaded)] = loaded
 
@@ -85,14 +94,33 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _drop_unfinished_line(path: Path) -> bool:
+@contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[int]:
+    """A file that no other process reads or writes meanwhile, as a handle that writes at its end."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + LOCKED
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} has been locked by another process for {LOCKED:g} s") from None
+                waiting()
+                time.sleep(0.01)
+        yield handle
+    finally:
+        os.close(handle)  # and gives the lock back
+
+
+def _drop_unfinished_line(handle: int) -> bool:
     """Removes what a crash left of a line. Only a whole line ends in a line break."""
-    if not path.exists():
+    size = os.fstat(handle).st_size
+    if not size or os.pread(handle, 1, size - 1) == b"\n":
         return False
-    content = path.read_bytes()
-    if not content or content.endswith(b"\n"):
-        return False
-    storage.write_bytes(path, content[: content.rfind(b"\n") + 1])
+    content = os.pread(handle, size, 0)
+    os.ftruncate(handle, content.rfind(b"\n") + 1)
     return True
 
 

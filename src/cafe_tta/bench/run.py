@@ -58,8 +58,11 @@ def run(
 
     Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
     in evaluation mode; only a method that `wants_more` sees the images more than once before that. `advance` is told
-    how many images were dealt with.
+    how many images were dealt with. Where the stream is shared by several processes, each shows its adapter its part of
+    every batch, answers whole batches in turns when the stream is over, and all of them come to the same outcome; the
+    time is that of the slowest.
     """
+    share = stream.share
     adapter.reset()
     online, seconds = [], 0.0
     for batch in stream.batches(adapter.config.batch_size):
@@ -79,21 +82,26 @@ def run(
     frechet = aligned = None
     if mode == "offline" or reference is not None:
         features = []
-        for batch in stream.batches(EVALUATION_BATCH):
+        for batch in stream.batches(EVALUATION_BATCH, in_turns=True):
+            if not len(batch.images):  # another rank's turn
+                features.append(torch.zeros(0, adapter.classifier.num_features))
+                offline.append(torch.zeros(0, dtype=torch.bool))
+                continue
             start = time.perf_counter()
             found, logits = adapter.features_and_logits(batch.images)
             seconds += (time.perf_counter() - start) if mode == "offline" else 0.0
             features.append(found)
             offline.append(logits.argmax(1) == batch.labels)
         if reference is not None:
-            frechet, aligned = _distances(torch.cat(features), reference)
-    right = torch.cat(offline if mode == "offline" else online)
+            frechet, aligned = _distances(share.whole(features), reference)
+    answered = share.whole(online)
+    right = share.whole(offline) if mode == "offline" else answered
     return Outcome(
         accuracy=right.double().mean().item(),
         by_domain=_by_domain(right, stream),
         hits=right,
-        online_hits=torch.cat(online),
-        seconds=seconds,
+        online_hits=answered,
+        seconds=max(share.all(seconds)),
         images=len(stream),
         steps=adapter.counters.steps,
         refused=adapter.counters.refused,

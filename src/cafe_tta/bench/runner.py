@@ -23,6 +23,7 @@ from cafe_tta.bench.experiments import Choice, Experiment, Part
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import FORMAT, Results
 from cafe_tta.bench.run import Outcome, Reference, run
+from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.bench.stream import Stream
 from cafe_tta.gaussians import SourceGaussians
@@ -56,9 +57,11 @@ class Runner:
         experiment: Experiment,
         source: SourceSide,
         folder: str | os.PathLike[str],
+        share: Share | None = None,
     ) -> None:
         self.experiment = experiment
         self.source = source
+        self.share = share or Share()  # of every batch, where several processes do each run together
         self.images = data.load(experiment.base.data)
         self.results = Results(folder, self.settings())
         self._adapters: dict[str, Adapter] = {}
@@ -78,13 +81,36 @@ class Runner:
         """The runs that are not done yet."""
         return [run for run in self.plan() if self.results.find(run.key, run.choice.config) is None]
 
+    def prepare(self) -> None:
+        """Makes what the missing runs need of the source side, so that other processes find it."""
+        for choice in {planned.choice.label: planned.choice for planned in self.missing()}.values():
+            needs = METHODS[choice.method].needs
+            if needs == "stats" or self.experiment.frechet:
+                self.source.grouped(choice)
+            if needs in ("histograms", "posterior"):
+                self.source.needs(choice, needs, choice.config.batch_size)
+        if self.experiment.frechet:
+            self.source.grouped()
+
     def work(
-        self, started: Callable[[Planned], None] = lambda _: None, advance: Callable[[int], None] = lambda _: None
+        self,
+        started: Callable[[Planned], None] = lambda _: None,
+        advance: Callable[[int], None] = lambda _: None,
+        claim: Callable[[Planned], bool] = lambda _: True,
+        begin: float = 0.0,
     ) -> None:
-        """Does what is missing. `started` is told of each run, `advance` of the images dealt with."""
+        """Does what is missing. `started` is told of each run, `advance` of the images dealt with.
+
+        Where several processes do it, `claim` says whether a run falls to this one, and `begin`, from 0 to 1, where it
+        begins to look for some: so that processes do not all make the same images.
+        """
         stream: Stream | None = None
         before: Outcome | None = None
-        for planned in self.missing():
+        missing = self._agreed()
+        first = int(begin * len(missing))
+        for planned in missing[first:] + missing[:first]:
+            if not claim(planned):
+                continue
             started(planned)
             if stream is None or stream.episode is not planned.episode:
                 stream = self.stream(planned.episode)
@@ -92,12 +118,20 @@ class Runner:
             adapter = self._adapter(planned.choice)
             reset_peak_memory()
             outcome = run(adapter, stream, planned.part.mode, self._reference(), advance)
-            self.results.add(self.record(planned, adapter, outcome, before, peak_memory()))
+            peak = max(self.share.all(peak_memory()))
+            if self.share.rank == 0:
+                self.results.add(self.record(planned, adapter, outcome, before, peak))
+
+    def _agreed(self) -> list[Planned]:
+        """What is missing, as rank 0 sees it: all ranks do the same runs in the same order."""
+        missing = {planned.key for planned in self.missing()} if self.share.rank == 0 else set()
+        wanted = self.share.all(missing)[0]
+        return [planned for planned in self.plan() if planned.key in wanted]
 
     def stream(self, episode: Episode) -> Stream:
         base = self.experiment.base
         seed = self.experiment.corruption_seed
-        return Stream(self.images, episode, self.source.preprocessing, base.corruption_preset, seed)
+        return Stream(self.images, episode, self.source.preprocessing, base.corruption_preset, seed, self.share)
 
     def settings(self) -> dict[str, Any]:
         """What all the runs of a folder have in common."""
@@ -177,7 +211,8 @@ class Runner:
             "steps": outcome.steps,
             "refused": outcome.refused,
             "versions": {"cafe_tta": cafe_tta.__version__, "python": platform.python_version(), **_versions()},
-            "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
+            "machine": {"processor": _processor(), "threads": torch.get_num_threads()}
+            | ({} if self.share.ranks == 1 else {"processes": self.share.ranks}),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import cafe_tta
+from cafe_tta.cli import torchrun
 from cafe_tta.cli.adapt import adapt
 from cafe_tta.cli.bench import bench
 from cafe_tta.cli.console import say
@@ -22,6 +23,7 @@ from cafe_tta.cli.train import train
 # What a user can put right: one line, no traceback. storage.StorageError is a ValueError; RuntimeError is for moments,
 # such as a download that fails or a device without memory left.
 EXPECTED = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+SHARED = ("stats", "bench")  # commands that share their work out to the ranks of torchrun
 # Typer shows only BadParameter of its family; the others (a missing option, an unknown command) are its ancestors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -29,7 +31,8 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with torchrun.only_the_first_speaks():
+                return super().invoke(ctx)
         except (
             typer.Exit,
             typer.Abort,
@@ -37,12 +40,14 @@ class _Group(TyperGroup):
         ):  # `cafe-tta methods | head` breaks a pipe: Typer ends quietly
             raise
         except KeyboardInterrupt as error:
-            say(f"interrupted{f': {error}' if str(error) else ''}")
+            if not (rank := torchrun.rank()) or not rank.number:
+                say(f"interrupted{f': {error}' if str(error) else ''}")
             raise typer.Exit(getattr(error, "exit_code", 130)) from None
         except EXPECTED as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            say(f"error: {describe(error)}")
+            say(f"{torchrun.name_of_rank()}error: {describe(error)}")
+            torchrun.tell_torchrun(describe(error))
             raise typer.Exit(2) from None
 
     def main(
@@ -120,6 +125,8 @@ def start(
     """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+    elif ctx.invoked_subcommand not in SHARED and torchrun.rank() is not None:
+        raise ValueError(f"{ctx.invoked_subcommand} runs in one process; torchrun is for: {', '.join(SHARED)}")
 
 
 for command in (demo, train, stats, adapt, corrupt, bench, report, methods):

@@ -1,8 +1,12 @@
 """`cafe-tta bench`: the paper's experiments, each by one command."""
 
+import json
+import os
 import re
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +15,13 @@ import typer
 from rich.table import Table
 
 from cafe_tta.bench.experiments import BASES, KINDS, Base, Experiment, Variant, experiment
+from cafe_tta.bench.records import RECORDS, SETTINGS
+from cafe_tta.bench.records import read as read_records
 from cafe_tta.bench.run import Mode
 from cafe_tta.bench.runner import Runner, describe
+from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
-from cafe_tta.cli import inputs
+from cafe_tta.cli import inputs, torchrun
 from cafe_tta.cli.console import Interrupted, progress, say, show_table
 from cafe_tta.cli.corrupt import choose_names
 from cafe_tta.cli.options import parse_settings
@@ -22,6 +29,7 @@ from cafe_tta.methods import METHODS
 
 _SOURCE = "The source side"
 _WHAT = "What is run"
+VISIBLE = 120.0  # seconds until a file that one machine wrote is seen by another
 
 
 def bench(
@@ -110,12 +118,24 @@ def bench(
     image_size: inputs.ImageSizeOption = None,
     mean: inputs.MeanOption = None,
     std: inputs.StdOption = None,
+    synchronised: Annotated[
+        bool,
+        typer.Option(
+            "--synchronised",
+            help="All ranks do every run together, each with its part of every batch, as one adapter; else each rank "
+            "does runs of its own.",
+            rich_help_panel=torchrun.PANEL,
+        ),
+    ] = False,
+    timeout: torchrun.TimeoutOption = torchrun.TIMEOUT,
 ) -> None:
     """Run an experiment of the paper: many methods, corruptions and seeds, each run written down as it ends.
 
     cafe-tta bench mixed --dataset digits
 
     Started again, it goes on where it was: after Ctrl-C, a crash or a power cut. `cafe-tta report` makes tables, figures and a page of the records. Data sets are looked for in $CAFE_TTA_DATA or ~/.cache/cafe-tta/data, and downloaded if CAFE_TTA_DOWNLOAD=1; --data, --source-data, --model and --weights name others.
+
+    Many processes: torchrun --nproc-per-node 4 -m cafe_tta bench mixed ... shares the runs out; --output must be a folder that all machines share. Records are the same, and may be begun and gone on with by any number of processes.
     """  # noqa: E501 - a line break here would be one in the help
     base = _base(dataset, data, source_data, model, image_size, mean, std)
     source_options = SourceOptions(
@@ -128,6 +148,9 @@ def bench(
         num_groups=num_groups,
         max_group_size=max_group_size or None,
     )
+    own = torchrun.rank()
+    if own is not None and own.number and (listing or show_episodes):
+        return  # one process is enough
     if listing:
         show_table(_listing(base, source_options))
         return
@@ -149,15 +172,43 @@ def bench(
         limit=limit,
         frechet=KINDS[kind].frechet if frechet is None and kind in KINDS else bool(frechet),
     )
+    if synchronised:
+        _check_synchronised(chosen)
     if show_episodes:
         _show_episodes(chosen)
         return
     folder = output or Path("results") / "-".join([kind, base.name, *([mode] if mode else [])])
-    runner = Runner(chosen, SourceSide(base, folder / "source", source_options, say), folder)
-    _work(runner, folder)
+
+    def make(share: Share) -> Runner:
+        return Runner(chosen, SourceSide(base, folder / "source", source_options, say), folder, share)
+
+    if own is None:
+        _work(make(Share()), folder)
+    else:
+        with torchrun.joined(timeout) as job:
+            _work_with_others(job, make, folder, synchronised)
+        if job.rank:
+            return
+    from cafe_tta.bench.report import make as make_report
+    from cafe_tta.cli.report import drawn
+
+    for shown in make_report([folder]).tables[:1]:
+        show_table(drawn(shown))
+    print(f"\nrecords: {folder / RECORDS}; tables, figures and a page: cafe-tta report {folder}")
 
 
-def _work(runner: Runner, folder: Path) -> None:
+def _check_synchronised(chosen: Experiment) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
+    methods = sorted({choice.method for part in chosen.parts for choice in part.choices})
+    if alone := [name for name in methods if not getattr(METHODS[name], "adds_up", True)]:
+        raise ValueError(
+            f"{', '.join(alone)} cannot adapt as one over several ranks; leave it out with --methods, "
+            "or do without --synchronised"
+        )
+
+
+def _work(runner: Runner, folder: Path, job: torchrun.Job | None = None) -> None:
     planned, missing = len(runner.plan()), runner.missing()
     if runner.results.dropped:
         say("note: the last record was cut off by a crash and is done again")
@@ -166,17 +217,71 @@ def _work(runner: Runner, folder: Path) -> None:
     images = sum(len(run.episode) for run in missing)
     try:
         with progress(f"{len(missing)} runs", images) as advance:
-            runner.work(advance=advance)
-    except KeyboardInterrupt:
-        kept = len(runner.results)
-        message = f"{kept} of {planned} runs are done and kept in {folder}; start again to go on"
-        raise Interrupted(message, signal.SIGINT) from None
-    from cafe_tta.bench.report import make
-    from cafe_tta.cli.report import drawn
+            if job is None:
+                runner.work(advance=advance)
+            else:
+                job.bar = advance
+                _do_own_runs(runner, job)
+                job.bar = None
+    except KeyboardInterrupt as error:
+        number = getattr(error, "exit_code", 128 + signal.SIGINT) - 128
+        raise Interrupted(_kept(runner, folder), number) from None
 
-    for shown in make([folder]).tables[:1]:
-        show_table(drawn(shown))
-    print(f"\nrecords: {folder / 'records.jsonl'}; tables, figures and a page: cafe-tta report {folder}")
+
+def _kept(runner: Runner, folder: Path) -> str:
+    kept = len(read_records(folder / RECORDS))
+    return f"{kept} of {len(runner.plan())} runs are done and kept in {folder}; start again to go on"
+
+
+def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
+    """What one rank does. Rank 0 alone makes what all of them need of the source side."""
+    share = Share(job.rank, job.world) if synchronised else Share()
+    if job.rank:
+        _wait_for_files(job, folder, job.hear("source side"))
+        runner = make(share)
+    else:
+        runner = make(share)
+        runner.prepare()
+        made = [folder / SETTINGS, *sorted((folder / "source").glob("*.safetensors"))]
+        if synchronised:
+            runner = make(share)  # from the same files as the others: adapters compare what they are made of
+        job.tell("source side", {str(path.relative_to(folder)): path.stat().st_size for path in made})
+    try:
+        with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
+            _work(runner, folder, job)
+    except (TimeoutError, ConnectionError, RuntimeError) as error:  # the other ranks, or the machine
+        raise RuntimeError(f"{error}; {_kept(runner, folder)}") from error
+
+
+def _do_own_runs(runner: Runner, job: torchrun.Job) -> None:
+    runner.results.waiting = job.beat
+    if runner.share.ranks > 1:
+        runner.work(started=job.beat, advance=job.advance)
+    else:
+        runner.work(
+            started=job.beat,
+            advance=job.advance,
+            claim=lambda planned: job.claim(json.dumps(planned.key)),
+            begin=job.rank / job.world,
+        )
+    job.meet("runs")
+
+
+def _wait_for_files(job: torchrun.Job, folder: Path, files: dict[str, int]) -> None:
+    """Until this machine sees what rank 0 has written: network file systems take their time."""
+    deadline = time.monotonic() + VISIBLE
+    while unseen := [name for name, size in files.items() if _size(folder / name) != size]:
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"rank 0 has written {folder / unseen[0]}, but this rank does not see it: "
+                "--output must be a folder that all machines share"
+            )
+        time.sleep(torchrun.PAUSE)
+        job.beat()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
 
 
 def _base(

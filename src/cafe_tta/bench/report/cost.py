@@ -90,5 +90,8 @@ def _fact(name: str, column: Column, row: Row, measure: str, value: float, seeds
 
 
 def _machine(record: Record) -> str:
-    facts = [f"{value} {key}" if key == "threads" else str(value) for key, value in sorted(record.machine.items())]
+    facts = [
+        f"{value} {key}" if key in ("processes", "threads") else str(value)
+        for key, value in sorted(record.machine.items())
+    ]
     return ", ".join(facts) or "an unknown machine"
