@@ -11,6 +11,7 @@ the D×D covariance of the batch is never formed. All of it is in float64, where
 beside the network's, and a float32 Cholesky of a nearly singular C does fail on real features.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,9 @@ from torch.autograd.function import once_differentiable
 
 # A group counts as degenerate when a pivot of C is below this share of the mean pivot: C⁻¹ would be noise.
 SMALLEST_PIVOT = 1e-10
+# Samples for each dimension of a group that no batch is large enough for. The inverse of a covariance of little more
+# than d samples is enormous, and so is the step: 1.25 have ruined a model whose groups were 800 wide.
+COMPLETED = 2.0
 # What a bucket costs by itself, in units of one group's d² (a batch of 256, one CPU thread): half a millisecond.
 BUCKET_COST = 8192
 
@@ -135,16 +139,17 @@ class SourceGaussians:
     ) -> Divergence:
         """Symmetrised KL divergence of each group from the source.
 
-        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. What a batch lacks is made
-        up from `memory`, the moments of earlier batches, and the rest by samples of the source itself (mean 0,
-        covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
+        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. One that is too wide even
+        for a whole batch of the stream wants at least COMPLETED · d. What a batch lacks is made up from `memory`, the
+        moments of earlier batches, and the rest by samples of the source itself (mean 0, covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
         of the source. Never fails, and never gives NaN for finite features.
         """
         values, completed = [], []
         for i, bucket in enumerate(self._buckets):
             own = total = moments[i]
             if float(own.count[0]) < max(samples_per_dim * bucket.widest, at_least):
-                missing = ((samples_per_dim * bucket.sizes).clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
+                wanted = self._wanted(bucket.sizes, samples_per_dim, max(at_least, float(own.count[0])))
+                missing = (wanted.clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
                 if memory is not None:
                     taken = torch.minimum(missing, memory[i].count)
                     total = merge(total, memory[i].with_count(taken))
@@ -158,6 +163,15 @@ class SourceGaussians:
             values.append(kl)
             completed.append(total.count > own.count)
         return Divergence(torch.cat(values)[self._layout.order], torch.cat(completed)[self._layout.order])
+
+    def samples_wanted(self, samples_per_dim: float, batch: int) -> int:
+        """Most samples that any group may want, in a stream of batches of this size."""
+        return max(math.ceil(self._wanted(b.sizes, samples_per_dim, batch).max().item()) for b in self._buckets)
+
+    @staticmethod
+    def _wanted(sizes: Tensor, samples_per_dim: float, batch: float) -> Tensor:
+        wanted = samples_per_dim * sizes
+        return torch.where(wanted > batch, max(samples_per_dim, COMPLETED) * sizes, wanted)
 
     def pack(self, moments: list[Moments]) -> tuple[Tensor, Tensor]:
         """Moments of one batch as two plain tensors: the count, and all the rest. The inverse of `unpack`."""

@@ -4,7 +4,6 @@ Adachi, Yamaguchi, Kumagai, Covariance-aware feature alignment with pre-computed
 adaptation to multiple image corruptions, ICIP 2023. https://arxiv.org/abs/2204.13263
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -66,7 +65,6 @@ class CAFe(GradientAdapter):
         super().prepare(source)
         source = self.grouping(source)
         self.gaussians = SourceGaussians(source, self.config.eigenvalue_floor)
-        self._widest = source.widest_group
         self.gate = Gate(source.meta.get("alignment", {}), self.config.gate_margin) if self.config.gate else None
 
     def grouping(self, source: SourceStats) -> SourceStats:
@@ -121,7 +119,8 @@ class CAFe(GradientAdapter):
     @property
     def window(self) -> int:
         """Images that the memory stands for at most."""
-        return max(math.ceil(self.config.samples_per_dim * self._widest), int(self.largest_batch))
+        batch = int(self.largest_batch)
+        return max(self.gaussians.samples_wanted(self.config.samples_per_dim, batch), batch)
 
     # The memory is a few buffers: it moves, is saved and is put back with the adapter.
 
