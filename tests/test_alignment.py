@@ -300,8 +300,9 @@ def test_groups_too_wide_for_any_batch_are_completed_further():
     batch = correlated(60, 64, seed=2)
     whole = SourceGaussians(source, 1e-3)
     moments = whole.moments(batch)
-    fits = whole.divergence(moments, samples_per_dim=1.25, at_least=100).values  # 80 samples are fewer than a batch
-    assert torch.equal(fits, whole.divergence(moments, samples_per_dim=0.1, at_least=100).values)
-    wide = whole.divergence(moments, samples_per_dim=1.25).values
+    fits = whole.divergence(moments, samples_per_dim=1.25, at_least=100, when_too_wide=2.0).values  # 80 < 100
+    assert torch.equal(fits, whole.divergence(moments, samples_per_dim=1.25, at_least=100).values)
+    wide = whole.divergence(moments, samples_per_dim=1.25, when_too_wide=2.0).values
     assert torch.equal(wide, whole.divergence(moments, samples_per_dim=2.0).values)
-    assert whole.samples_wanted(1.25, batch=60) == 128 and whole.samples_wanted(1.25, batch=100) == 80
+    assert whole.samples_wanted(1.25, 60, when_too_wide=2.0) == 128
+    assert whole.samples_wanted(1.25, 100, when_too_wide=2.0) == 80

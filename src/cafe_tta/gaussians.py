@@ -23,9 +23,6 @@ from torch.autograd.function import once_differentiable
 
 # A group counts as degenerate when a pivot of C is below this share of the mean pivot: C⁻¹ would be noise.
 SMALLEST_PIVOT = 1e-10
-# Samples for each dimension of a group that no batch is large enough for. The inverse of a covariance of little more
-# than d samples is enormous, and so is the step: 1.25 have ruined a model whose groups were 800 wide.
-COMPLETED = 2.0
 # What a bucket costs by itself, in units of one group's d² (a batch of 256, one CPU thread): half a millisecond.
 BUCKET_COST = 8192
 
@@ -136,19 +133,22 @@ class SourceGaussians:
         samples_per_dim: float = 1.0,
         memory: list[Moments] | None = None,
         at_least: float = 0,
+        when_too_wide: float = 0,
     ) -> Divergence:
         """Symmetrised KL divergence of each group from the source.
 
-        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. One that is too wide even
-        for a whole batch of the stream wants at least COMPLETED · d. What a batch lacks is made up from `memory`, the
-        moments of earlier batches, and the rest by samples of the source itself (mean 0, covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
-        of the source. Never fails, and never gives NaN for finite features.
+        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many; one that wants more than a
+        whole batch of the stream wants `when_too_wide` · d. What a batch lacks is made up from `memory`, the moments of
+        earlier batches, and the rest by samples of the source itself (mean 0, covariance I). Groups that are degenerate
+        for another reason (constant features) are completed by d + 1 samples of the source. Never fails, and never
+        gives NaN for finite features.
         """
         values, completed = [], []
         for i, bucket in enumerate(self._buckets):
             own = total = moments[i]
             if float(own.count[0]) < max(samples_per_dim * bucket.widest, at_least):
-                wanted = self._wanted(bucket.sizes, samples_per_dim, max(at_least, float(own.count[0])))
+                batch = max(at_least, float(own.count[0]))
+                wanted = _wanted(bucket.sizes, samples_per_dim, batch, when_too_wide)
                 missing = (wanted.clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
                 if memory is not None:
                     taken = torch.minimum(missing, memory[i].count)
@@ -164,14 +164,10 @@ class SourceGaussians:
             completed.append(total.count > own.count)
         return Divergence(torch.cat(values)[self._layout.order], torch.cat(completed)[self._layout.order])
 
-    def samples_wanted(self, samples_per_dim: float, batch: int) -> int:
-        """Most samples that any group may want, in a stream of batches of this size."""
-        return max(math.ceil(self._wanted(b.sizes, samples_per_dim, batch).max().item()) for b in self._buckets)
-
-    @staticmethod
-    def _wanted(sizes: Tensor, samples_per_dim: float, batch: float) -> Tensor:
-        wanted = samples_per_dim * sizes
-        return torch.where(wanted > batch, max(samples_per_dim, COMPLETED) * sizes, wanted)
+    def samples_wanted(self, samples_per_dim: float, batch: int, when_too_wide: float) -> int:
+        """Most samples that any group wants in a stream of batches of this size: see `divergence`."""
+        wanted = [_wanted(bucket.sizes, samples_per_dim, batch, when_too_wide).max() for bucket in self._buckets]
+        return math.ceil(max(wanted))
 
     def pack(self, moments: list[Moments]) -> tuple[Tensor, Tensor]:
         """Moments of one batch as two plain tensors: the count, and all the rest. The inverse of `unpack`."""
@@ -246,6 +242,11 @@ def _layout(buckets: list[_Bucket], num_features: int) -> _Layout:
     places[columns[real]] = real.nonzero().squeeze(1)
     order = torch.tensor([number for bucket in buckets for number in bucket.numbers]).argsort()
     return _Layout(columns, places, order)
+
+
+def _wanted(sizes: Tensor, samples_per_dim: float, batch: float, when_too_wide: float) -> Tensor:
+    wanted = samples_per_dim * sizes
+    return torch.where(wanted > batch, max(samples_per_dim, when_too_wide) * sizes, wanted)
 
 
 def _source(like: Moments, count: Tensor) -> Moments:

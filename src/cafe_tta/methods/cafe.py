@@ -18,6 +18,10 @@ from cafe_tta.gaussians import Moments, SourceGaussians, merge
 from cafe_tta.gradient import GradientAdapter
 from cafe_tta.stats import SourceStats
 
+# Samples for each dimension of a group that no batch is large enough for. The inverse of a covariance of little more
+# than d samples is enormous, and so is the step: 1.25 have ruined a model whose groups were 800 wide.
+WHEN_TOO_WIDE = 2.0
+
 
 @dataclass(frozen=True)
 class CAFeConfig(StepConfig):
@@ -109,7 +113,7 @@ class CAFe(GradientAdapter):
         moments = self.gaussians.moments(features)
         memory = self._memory(features)
         largest = self.largest_batch.item()
-        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest)
+        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest, WHEN_TOO_WIDE)
         self._remember(moments, memory)
         alignment = divergence.values.mean().to(features.dtype)
         self.notes["alignment"] = alignment.item()
@@ -120,7 +124,7 @@ class CAFe(GradientAdapter):
     def window(self) -> int:
         """Images that the memory stands for at most."""
         batch = int(self.largest_batch)
-        return max(self.gaussians.samples_wanted(self.config.samples_per_dim, batch), batch)
+        return max(self.gaussians.samples_wanted(self.config.samples_per_dim, batch, WHEN_TOO_WIDE), batch)
 
     # The memory is a few buffers: it moves, is saved and is put back with the adapter.
 
