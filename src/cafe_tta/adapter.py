@@ -87,6 +87,7 @@ class Adapter(nn.Module):
         self._readable: set[tuple[torch.Size, torch.dtype]] = set()  # images that the classifier was seen to read
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
             self._classifier_meta = classifier_meta(classifier)
+            self.made_of = self.ranks.fingerprint((self._classifier_meta, source))
             self.classifier = copy.deepcopy(classifier).requires_grad_(False)
             self.prepare(source)
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.

@@ -25,13 +25,9 @@ _apart = False  # read by `here`
 class RankError(RuntimeError):
     """The ranks of a process group cannot go on together: one is lost, out of step, or has other weights."""
 
-    everywhere = False  # whether every rank raises it at the same moment: then none waits for another
-
 
 class Diverged(RankError):
     """The ranks do not hold the same weights, statistics or source. Raised on every rank at the same moment."""
-
-    everywhere = True
 
 
 class Ranks:
@@ -42,6 +38,10 @@ class Ranks:
 
     def __deepcopy__(self, memo: Any) -> "Ranks":
         return self  # copies of an adapter belong to the same ranks
+
+    def fingerprint(self, made_of: Any) -> str:
+        """A hash of what an adapter is made of, which every rank has to have from the same files."""
+        return ""
 
     def step(self, adapter: Any, images: Tensor) -> AbstractContextManager[Any]:
         """What goes around adapting to a batch: every rank has to bring a good part of it, or none adapts."""
