@@ -329,7 +329,7 @@ def all_of_two(rank: int, path: str) -> None:
 
 def all_of_three(rank: int, path: str) -> None:
     resume(rank, path)
-    same_step(rank)
+    same_step(rank, VARIANTS[:-8])
     batchnorm_apart(rank)
     bad_batches(rank)
     unlike(rank)
