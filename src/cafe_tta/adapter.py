@@ -293,9 +293,7 @@ class Adapter(nn.Module):
             features, logits = self.run(self.ranks.stand_in(images))
             return features[:0], logits[:0]
         try:
-            features, logits = self.classifier.features_and_logits(images)
-            self.normaliser.passed()
-            return features, logits
+            return self.classifier.features_and_logits(images)
         except (torch.OutOfMemoryError, ranks.RankError):
             raise
         except (RuntimeError, ValueError, IndexError) as error:

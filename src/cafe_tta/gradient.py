@@ -77,6 +77,7 @@ class GradientAdapter(Adapter):
         if self.counters.batches % self.config.every:
             with torch.no_grad():
                 features, logits = self.run(images)
+            self.normaliser.settle()
             reason = self.unusable(features)
             skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
@@ -85,6 +86,7 @@ class GradientAdapter(Adapter):
         refusal = self._backward(features, loss)
         if not refusal:
             self.optimizer.step()
+            self.normaliser.settle()
         self.optimizer.zero_grad(set_to_none=True)
         report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
         if refusal or self.config.answer == "before":

@@ -83,8 +83,8 @@ class Normaliser:
         self._classifier.eval()
         self.blending = self._unsettled = False
 
-    def passed(self) -> None:
-        """After a pass: ranks that normalised apart agree on their running statistics."""
+    def settle(self) -> None:
+        """After a pass, and its backward pass: ranks that normalised apart average their running statistics."""
         if self._unsettled:
             self._unsettled = False
             self.ranks.average(self._statistics())

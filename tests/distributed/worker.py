@@ -158,26 +158,32 @@ def batchnorm_apart(rank: int) -> None:
     world = distributed.get_world_size()
     for sizes in [(30, 18, 7)[:world], (0, 30, 20)[:world]]:
         images = images_of_batch(0, sum(sizes))
-        adapter = create("adabn", sync_batchnorm=False)
-        logits = adapter(part(images, sizes, rank))
-        parts = [alone("adabn") for _ in sizes]
-        answers = [p(part(images, sizes, r)) if sizes[r] else torch.zeros(0, 4) for r, p in enumerate(parts)]
-        close(logits, answers[rank].double(), f"adabn apart, {sizes}, logits")
-        for key, value in adapter.state().items():
-            if "num_batches" not in key:
-                weighed = [s / sum(sizes) * p.state()[key] for p, s in zip(parts, sizes, strict=True) if s]
-                close(value, torch.stack(weighed).sum(0), f"adabn apart, {sizes}, {key}")
-        expect_bit_equal(adapter, "adabn apart")
-
-        adapter = create("tent", sync_batchnorm=False, momentum=0.0, lr=0.1)
-        plain = alone("tent").classifier
-        plain.eval()  # Tent's layers have no running statistics: they normalise with the batch in every mode
-        adapter(part(images, sizes, rank))
-        entropies = [cafe.losses.entropy(plain(part(images, sizes, r))).sum() for r, size in enumerate(sizes) if size]
-        (torch.stack(entropies).sum() / sum(sizes)).backward()
-        for (key, found), before in zip(adapter.classifier.named_parameters(), plain.parameters(), strict=True):
-            moved = before if before.grad is None else before - 0.1 * before.grad
-            close(found.detach(), moved.detach(), f"tent apart, {sizes}, {key}")
+        parts = [own for own in images.split(list(sizes)) if len(own)]
+        for name, options in [("adabn", {}), ("infomax", {}), ("infomax", {"normalisation": "blend"}), ("tent", {})]:
+            what = f"{name} {options} apart, {sizes}"
+            step = {} if name == "adabn" else {"momentum": 0.0, "lr": 0.1}
+            adapter = create(name, sync_batchnorm=False, **options, **step)
+            logits = adapter(part(images, sizes, rank))
+            answered = [alone(name, **options) for _ in parts]
+            answers = torch.cat([each(own) for each, own in zip(answered, parts, strict=True)])
+            close(logits, part(answers, sizes, rank), f"{what}, logits")
+            for key, value in adapter.state().items():
+                if "running" in key:
+                    weighed = [len(own) / len(images) * a.state()[key] for own, a in zip(parts, answered, strict=True)]
+                    close(value, torch.stack(weighed).sum(0), f"{what}, {key}")
+            expect_bit_equal(adapter, what)
+            if name == "adabn":
+                continue
+            plain = alone(name, **options)
+            plain.normaliser.adapting(update=False)
+            all_logits = torch.cat([plain.run(own)[1] for own in parts])
+            entropy, infomax = cafe.losses.entropy(all_logits).mean(), cafe.losses.infomax(all_logits)
+            (entropy if name == "tent" else infomax).backward()
+            for (key, found), before in zip(
+                adapter.classifier.named_parameters(), plain.classifier.parameters(), strict=True
+            ):
+                moved = before if before.grad is None else before - 0.1 * before.grad
+                close(found.detach(), moved.detach(), f"{what}, {key}")
 
     small = create("infomax", sync_batchnorm=False)
     small(part(images_of_batch(0, 9), (8, 1, 0)[:world], rank))

@@ -67,6 +67,7 @@ class AdaBN(Adapter):
                 return self.predict(images), Report(size, stepped=False, reason=reason)
             self.normaliser.adapting()
             features, logits = self.run(images)
+            self.normaliser.settle()
             if reason := self.unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
             return logits, Report(size, stepped=True)

@@ -197,7 +197,7 @@ class Together(Ranks):
         return torch.cat([part[:size] for part, size in zip(found, self.sizes, strict=True)])
 
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
-        for bucket in _buckets(parameters):
+        for bucket in buckets_of(parameters):
             for parameter in bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -293,7 +293,7 @@ def _replace(tensors: Sequence[Tensor], change: Any) -> None:
                 tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def buckets_of(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in order, together as long as they are of one kind and not too many."""
     bucket: list[Tensor] = []
     size = 0
