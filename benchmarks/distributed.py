@@ -28,6 +28,9 @@ CHOICES: dict[str, dict[str, object]] = {
 }
 
 
+GATHERED = 4 * 8 + 2 * 8  # who has how many images of what; whether anybody refuses the step
+
+
 class Cost(NamedTuple):
     """Bytes that a rank hands to collectives in one step, and how many collectives these are."""
 
@@ -43,22 +46,37 @@ class Cost(NamedTuple):
         return self.gradients + self.batchnorm + self.blocks + self.rest
 
 
-def cost_of(adapter: cafe.CAFe) -> Cost:
+def gradient_comes_by(adapter: cafe.CAFe, size: int) -> list[bool]:
+    """Whether the gradient passes each BatchNorm layer: not where all that comes before stays as it is."""
+    found: list[bool] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].requires_grad))
+        for layer in adapter.normaliser.layers
+    ]
+    adapter.normaliser.evaluating()
+    adapter.run(torch.randn(1, 3, size, size))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def cost_of(adapter: cafe.CAFe, size: int) -> Cost:
     """From the sizes alone; where ranks run, it is compared with what they report."""
     moving = adapter.moving()
     sizes = [p.numel() * p.element_size() for p in moving]
     layers = adapter.normaliser.layers
-    channels = sum(layer.num_features for layer in layers)
-    if adapter.config.sync_batchnorm:  # two sums of two float64 a channel: one forward, one backward
-        batchnorm, batchnorm_calls = channels * 2 * 8 * 2, 2 * len(layers)
+    channels = [layer.num_features for layer in layers]
+    if adapter.config.sync_batchnorm:  # two float64 a channel: forward, and backward where a gradient comes by
+        both = [2 if backward else 1 for backward in gradient_comes_by(adapter, size)]
+        batchnorm = sum(c * times * 2 * 8 for c, times in zip(channels, both, strict=True))
+        batchnorm_calls = sum(both)
     else:  # running mean and variance, once
-        batchnorm, batchnorm_calls = channels * 2 * 4, 1
+        batchnorm, batchnorm_calls = sum(channels) * 2 * 4, 1
     widths = [tuple(m.mean.shape) for m in adapter.gaussians.moments(torch.zeros(1, adapter.gaussians.num_features))]
     blocks = sum(groups * (width + width * (width + 1) // 2) * 8 for groups, width in widths)
     classes = adapter.classifier.num_classes
-    small = 4 * 8 + 2 * 8  # who has how many images of what; whether anybody refuses the step
     buckets = len(list(buckets_of(moving)))
-    return Cost(sum(sizes), batchnorm, blocks, (classes + 1) * 4 + small, buckets + batchnorm_calls + 2, 2)
+    return Cost(sum(sizes), batchnorm, blocks, (classes + 1) * 4 + GATHERED, buckets + batchnorm_calls + 2, 2)
 
 
 def main() -> None:
@@ -110,7 +128,7 @@ def measure(make: Callable[..., cafe.CAFe], batch: int, size: int, repeats: int,
             if turn:
                 one.append(first)
                 many.append(second)
-        found, expected = together.report.notes["bytes"], cost_of(together).bytes
+        found, expected = together.report.notes["bytes"], cost_of(together, size).bytes
         if found != expected:
             raise AssertionError(f"{name}: the ranks report {found} bytes, but the sizes say {expected}")
         a, b = statistics.median(one), statistics.median(many)
@@ -124,17 +142,17 @@ def seconds(adapter: cafe.CAFe, images: Tensor) -> float:
 
 
 def on_paper(make: Callable[..., cafe.CAFe], args: argparse.Namespace, title: str) -> None:
-    """A ring sums S bytes on N ranks in 2(N-1) messages one after the other, each of S/N bytes."""
+    """A ring sums S bytes on N ranks in 2(N-1) messages one after the other, each of S/N; it gathers in N-1 of S."""
     print(f"{title}; {args.gigabits:g} Gbit/s, {args.latency:g} µs a message\n")
     print("| what | gradients | BatchNorm | blocks | rest | bytes a rank hands in | collectives |\n|---|" + "---:|" * 6)
-    costs = {name: cost_of(make(**options)) for name, options in CHOICES.items()}
+    costs = {name: cost_of(make(**options), args.size) for name, options in CHOICES.items()}
     for name, c in costs.items():
         cells = (c.gradients, c.batchnorm, c.blocks, c.rest, c.bytes, c.reductions + c.gathers)
         print(f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |")
     print("\n| what | N | bytes a rank sends | of it: time on the wire | time for messages |\n|---|" + "---:|" * 4)
     for name, c in costs.items():
         for ranks in args.ranks:
-            sent = 2 * (ranks - 1) * c.bytes / ranks
+            sent = (ranks - 1) * (2 * (c.bytes - GATHERED) / ranks + GATHERED)
             wire = sent * 8 / (args.gigabits * 1e9)
             waiting = (2 * c.reductions + c.gathers) * (ranks - 1) * args.latency / 1e6
             print(f"| {name} | {ranks} | {sent:,.0f} | {1000 * wire:.1f} ms | {1000 * waiting:.1f} ms |")

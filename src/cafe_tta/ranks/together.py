@@ -7,6 +7,7 @@ batch only through sums (n, Σz, Σzzᵀ of each group; Σ of probabilities; his
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -38,6 +39,8 @@ def process_group(timeout: float, backend: str | None) -> Iterator[int]:
     global _current
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
         yield dist.get_rank()
