@@ -45,6 +45,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/statistics_memory.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/corruptions.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

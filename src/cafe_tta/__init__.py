@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from cafe_tta import corruptions as corruptions
 from cafe_tta import losses as losses
 from cafe_tta import metrics as metrics
+from cafe_tta import ranks as ranks
 from cafe_tta.adapter import Adapter as Adapter
 from cafe_tta.adapter import Report as Report
 from cafe_tta.adapter import StepRefused as StepRefused
@@ -35,6 +36,7 @@ from cafe_tta.methods import T3AConfig as T3AConfig
 from cafe_tta.methods import Tent as Tent
 from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import create as create
+from cafe_tta.ranks import RankError as RankError
 from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
 from cafe_tta.source.swag import Posterior as Posterior
 from cafe_tta.source.swag import SwagCollector as SwagCollector

@@ -4,13 +4,13 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import storage
+from cafe_tta import ranks, storage
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.config import AdapterConfig as AdapterConfig
 from cafe_tta.normalisation import Normaliser
@@ -32,7 +32,7 @@ class StepRefused(UserWarning):
 
 @dataclass(frozen=True)
 class Report:
-    """What happened to a batch."""
+    """What happened to a batch: of all ranks, where several adapt as one."""
 
     images: int
     stepped: bool  # whether the weights moved
@@ -57,11 +57,13 @@ class Adapter(nn.Module):
 
     name: ClassVar[str]
     needs: ClassVar[str | None] = None  # of the source domain: None | "stats" | "histograms" | "posterior" | "data"
+    adds_up: ClassVar[bool] = False  # what it knows of a batch, through `ranks`: then many processes may adapt as one
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 
     classifier: SplitClassifier
     normaliser: Normaliser
+    ranks: ranks.Ranks
     counters: Counters
     report: Report | None  # of the last batch
 
@@ -75,8 +77,17 @@ class Adapter(nn.Module):
             raise ValueError(
                 f"{self.name} needs {self.needs} of the source domain, but got none; {_HOW_TO_GET[self.needs]}"
             )
+        self.ranks = ranks.here()
+        if self.ranks.size > 1 and not self.adds_up:
+            raise ValueError(
+                f"{self.name} cannot adapt as one over the {self.ranks.size} ranks of this process group; "
+                "make it inside `with cafe_tta.ranks.apart():`, and each rank adapts by itself"
+            )
+        self.until_check = 0  # batches until the ranks compare their weights
+        self._readable: set[tuple[torch.Size, torch.dtype]] = set()  # images that the classifier was seen to read
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
             self._classifier_meta = classifier_meta(classifier)
+            self.made_of = self.ranks.fingerprint((self._classifier_meta, source))
             self.classifier = copy.deepcopy(classifier).requires_grad_(False)
             self.prepare(source)
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.
@@ -107,17 +118,22 @@ class Adapter(nn.Module):
     # What everybody uses
 
     def forward(self, images: Tensor) -> Tensor:
-        """Adapts to a batch of images and returns its logits. A bad batch raises, and changes nothing."""
-        self._check(images)
+        """Adapts to a batch of images and returns its logits. A bad batch raises, and changes nothing.
+
+        Under a process group every rank calls it with its part of the batch, which may be empty: see docs/scale.md.
+        """
         # Callers sit in no_grad() or inference_mode(): they only want predictions.
-        with torch.inference_mode(False), torch.enable_grad():
+        with self.ranks.step(self, images), torch.inference_mode(False), torch.enable_grad():
             images = images.clone() if images.is_inference() else images.detach()
             logits, report = self.answer_or_leave(images)
+            size = self.ranks.count(images)
+            if notes := self.ranks.notes():
+                report = replace(report, notes={**report.notes, **notes})
         if report.refused:
             warnings.warn(f"{self.name} took no step on this batch: {report.reason}", StepRefused, stacklevel=4)
         self.report = report
         self.counters.batches += 1
-        self.counters.images += len(images)
+        self.counters.images += size
         self.counters.steps += report.stepped
         self.counters.refused += report.refused
         return logits.detach()
@@ -140,7 +156,7 @@ class Adapter(nn.Module):
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features and logits of the classifier as it is now, in evaluation mode; nothing adapts."""
-        self._check(images)
+        self.check(images)
         with torch.no_grad():
             self.normaliser.evaluating()
             return self.run(images)
@@ -165,7 +181,7 @@ class Adapter(nn.Module):
             raise ValueError(f"{path} is a state of {theirs['method']!r}, but this adapter is {ours['method']!r}")
         if difference := describe_difference(theirs["classifier"], ours["classifier"]):
             raise ValueError(f"{path} does not belong to this classifier: {difference}")
-        a, b = theirs["config"], ours["config"]
+        a, b = asdict(self.Config()) | theirs["config"], ours["config"]  # options that were added since: their defaults
         if names := sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key)):
             shown = ", ".join(f"{name}={a.get(name)!r} there, {b.get(name)!r} here" for name in names)
             raise ValueError(f"{path} was saved with other options: {shown}")
@@ -173,6 +189,7 @@ class Adapter(nn.Module):
         self.set_state(tensors)
         self.counters = Counters(**theirs["counters"])
         self.report = None
+        self.until_check = 0
 
     def train(self, mode: bool = True) -> Self:
         """Changes nothing: the method itself knows which layers are in training mode, and when."""
@@ -230,13 +247,18 @@ class Adapter(nn.Module):
 
     # Guards
 
-    def unusable(self, features: Tensor) -> str:
-        """Why nothing may be learnt from a pass; empty where all is well."""
+    def unusable(self, features: Tensor, loss: Tensor | None = None) -> str:
+        """Why nothing may be learnt from a pass, on any rank; empty where all is well."""
+        reason = ""
         if not torch.isfinite(features).all():
-            return "its features are NaN or infinite"
-        return "" if self.normaliser.statistics_are_finite() else "its BatchNorm statistics overflow"
+            reason = "its features are NaN or infinite"
+        elif not self.normaliser.statistics_are_finite():
+            reason = "its BatchNorm statistics overflow"
+        elif loss is not None and not torch.isfinite(loss):
+            reason = f"its loss is {loss.item()}"
+        return self.ranks.agree(reason, loss)
 
-    def _check(self, images: Any) -> None:
+    def check(self, images: Any) -> None:
         """Refuses what is not a batch of finite images of the classifier's kind."""
         if not isinstance(images, Tensor):
             raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
@@ -248,17 +270,31 @@ class Adapter(nn.Module):
             )
         if images.device != place.device:
             raise ValueError(f"expected images on {place.device}, like the classifier, but got {images.device}")
-        if images.dim() < 2 or not images.numel():
+        empty = self.ranks.size > 1 and not len(images) and images.shape[1:].numel()  # a rank may have nothing to do
+        if images.dim() < 2 or not (images.numel() or empty):
             raise ValueError(f"expected a batch of at least one image, but got shape {tuple(images.shape)}")
         if not torch.isfinite(images).all():
             bad = [i for i, image in enumerate(images) if not torch.isfinite(image).all()]
             raise ValueError(f"expected finite images, but images {bad[:10]} of the batch have NaN or infinite values")
 
+    def probe(self, images: Tensor) -> None:
+        """Refuses images that the classifier cannot read, before the ranks begin a step: each new shape is tried once.
+
+        A rank that fails in the middle of a step cannot be helped; the others would wait for it.
+        """
+        kind = (images.shape[1:], images.dtype)
+        if kind not in self._readable:
+            self.predict(self.ranks.stand_in(images))
+            self._readable.add(kind)
+
     def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features (B, D) and logits (B, C). What the classifier cannot read is the caller's mistake, and said so."""
+        if not len(images):
+            features, logits = self.run(self.ranks.stand_in(images))
+            return features[:0], logits[:0]
         try:
             return self.classifier.features_and_logits(images)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ranks.RankError):
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(f"the classifier cannot read images of shape {tuple(images.shape)}: {error}") from error

@@ -35,6 +35,7 @@ class StepConfig(AdapterConfig):
     adapt_from: str | None = (
         None  # name of a module of the model: what comes before it stays, and costs no backward pass
     )
+    sync_batchnorm: bool = True  # many ranks: BatchNorm normalises with the batch of all; off: each rank with its own
     every: int = 1  # a step on each n-th batch only; every batch is answered
 
     def __post_init__(self) -> None:

@@ -51,7 +51,8 @@ class GradientAdapter(Adapter):
         return [parameter for parameter in chosen if id(parameter) in late]
 
     def prepare(self, source: Any) -> None:
-        self.normaliser = Normaliser(self.classifier, self.config.normalisation, self.config.blend)
+        kind, weight = self.config.normalisation, self.config.blend
+        self.normaliser = Normaliser(self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm)
         moving = self.moving()
         if not moving:
             raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")
@@ -67,15 +68,16 @@ class GradientAdapter(Adapter):
             self.optimizer = torch.optim.SGD(self.moving(), lr=self.config.lr, momentum=self.config.momentum)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        size = len(images)
-        if self.normaliser.uses_batch and size < self.config.min_batch:
-            reason = f"a batch of {size} is too small to normalise with (min_batch={self.config.min_batch})"
+        size = self.ranks.count(images)
+        if self.normaliser.uses_batch and (found := self.normaliser.batch_size(images)) < self.config.min_batch:
+            reason = f"a batch of {found} is too small to normalise with (min_batch={self.config.min_batch})"
             return self.predict(images), Report(size, stepped=False, reason=reason)
         self.notes = {}
         self.normaliser.adapting()
         if self.counters.batches % self.config.every:
             with torch.no_grad():
                 features, logits = self.run(images)
+            self.normaliser.settle()
             reason = self.unusable(features)
             skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
@@ -84,6 +86,7 @@ class GradientAdapter(Adapter):
         refusal = self._backward(features, loss)
         if not refusal:
             self.optimizer.step()
+            self.normaliser.settle()
         self.optimizer.zero_grad(set_to_none=True)
         report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
         if refusal or self.config.answer == "before":
@@ -96,11 +99,10 @@ class GradientAdapter(Adapter):
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
-        if reason := self.unusable(features):
+        if reason := self.unusable(features, loss):
             return reason
-        if not torch.isfinite(loss):
-            return f"its loss is {loss.item()}"
         loss.backward()
+        self.ranks.add_gradients(self.moving())
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack(torch._foreach_norm(gradients)).norm()
         return "" if norm < LARGEST_GRADIENT else f"the norm of its gradient is {norm.item()}"

@@ -1,7 +1,7 @@
 """The losses of the methods: pure functions of features and logits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,21 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(1)
 
 
-def infomax(logits: Tensor) -> Tensor:
+def _mean(*values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(value.mean(0) for value in values)
+
+
+def infomax(logits: Tensor, mean: Callable[..., tuple[Tensor, ...]] = _mean) -> Tensor:
     """Be confident on each image, diverse over the batch: mean entropy - entropy of the mean (Eq. 4).
+
+    `mean` averages over the batch: over the parts of a batch that is spread over processes, if need be.
 
     >>> sure_and_diverse = 50 * torch.eye(4)
     >>> infomax(sure_and_diverse).exp().item()  # the least it can be: 1 / number of classes
     0.25
     """
-    marginal = logits.softmax(1).mean(0)  # (C,)
-    return entropy(logits).mean() + (marginal * marginal.clamp_min(1e-12).log()).sum()
+    marginal, each = mean(logits.softmax(1), entropy(logits))  # (C,) and ()
+    return each + (marginal * marginal.clamp_min(1e-12).log()).sum()
 
 
 def alignment(

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cafe_tta.ranks import ALONE, Ranks
+
 Normalisation = Literal["batch", "source", "blend"]
 NORMALISATIONS = ("batch", "source", "blend")
 NORM_LAYERS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -28,16 +30,28 @@ class Normaliser:
     trained. `blend`: (1 - w)·source + w·batch, with a fixed weight w, or w = n / (prior + n) for a batch of n images;
     the running statistics follow the blend. Evaluating always uses the running statistics. Only BatchNorm is ever in
     training mode: dropout stays off.
+
+    Where several ranks adapt as one, the batch is that of all ranks; unless `shared` is off: then each rank normalises
+    with its own images, and the running statistics are averaged over the ranks.
     """
 
     def __init__(
-        self, classifier: nn.Module, kind: Normalisation, weight: float = 0.5, prior: float | None = None
+        self,
+        classifier: nn.Module,
+        kind: Normalisation,
+        weight: float = 0.5,
+        prior: float | None = None,
+        ranks: Ranks = ALONE,
+        shared: bool = True,
     ) -> None:
         self.kind = kind
         self.weight = weight
         self.prior = prior
         self.layers = batchnorm_layers(classifier)
         self._classifier = classifier
+        self.ranks = ranks
+        self.shared = shared
+        self._unsettled = False  # whether each rank's running statistics will have followed its own images
         self.blending = False  # read by the layers' hooks
         self.updating = True
         if kind != "batch" and any(layer.running_mean is None for layer in self.layers):
@@ -45,6 +59,8 @@ class Normaliser:
         if kind == "blend":
             for layer in self.layers:
                 layer.register_forward_pre_hook(_Blend(self, layer))
+        if kind == "batch" and shared:
+            ranks.synchronise(self.layers)
 
     @property
     def uses_batch(self) -> bool:
@@ -56,6 +72,7 @@ class Normaliser:
         self._classifier.eval()
         self.blending = self.kind == "blend"
         self.updating = update
+        self._unsettled = update and not self.shared and self.uses_batch and self.ranks.acting
         if self.kind == "batch":
             for layer in self.layers:
                 layer.training = True
@@ -64,14 +81,27 @@ class Normaliser:
     def evaluating(self) -> None:
         """The next pass normalises with the running statistics."""
         self._classifier.eval()
-        self.blending = False
+        self.blending = self._unsettled = False
+
+    def settle(self) -> None:
+        """After a pass, and its backward pass: ranks that normalised apart average their running statistics."""
+        if self._unsettled:
+            self._unsettled = False
+            self.ranks.average(self._statistics())
+
+    def batch_size(self, images: Tensor) -> int:
+        """Images that are normalised together: of the rank with the fewest, where each has its own."""
+        return self.ranks.count(images) if self.shared else self.ranks.smallest(images)
 
     def statistics_are_finite(self) -> bool:
         """Whether the running statistics can be used: huge activations may be normalised well, and overflow here."""
-        statistics = [s for layer in self.layers for s in (layer.running_mean, layer.running_var) if s is not None]
+        statistics = self._statistics()
         if not statistics:
             return True
         return bool(torch.isfinite(torch.stack(torch._foreach_norm(statistics, float("inf")))).all())
+
+    def _statistics(self) -> list[Tensor]:
+        return [s for layer in self.layers for s in (layer.running_mean, layer.running_var) if s is not None]
 
     def blend_weight(self, batch: int) -> float:
         return self.weight if self.prior is None else batch / (self.prior + batch)
@@ -94,8 +124,9 @@ class _Blend:
             return None
         assert isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None
         activations = args[0]  # (B, C, ...)
-        var, mean = torch.var_mean(activations, [0, *range(2, activations.dim())], correction=0)  # (C,)
-        weight = self.normaliser.blend_weight(len(activations))
+        ranks = self.normaliser.ranks if self.normaliser.shared else ALONE
+        var, mean = ranks.var_mean(activations)  # (C,)
+        weight = self.normaliser.blend_weight(ranks.count(activations))
         mean = torch.lerp(self.source_mean.to(mean), mean, weight)
         var = torch.lerp(self.source_var.to(var), var, weight)
         if self.normaliser.updating:

@@ -33,7 +33,7 @@ def write(path: str | os.PathLike[str], kind: str, version: int, tensors: Mappin
     # safetensors refuses tensors that share memory or have gaps: every tensor gets memory of its own.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(meta, sort_keys=True)
-    header = {"kind": kind, "version": version, "meta": text, "sha256": _checksum(plain, kind, version, text)}
+    header = {"kind": kind, "version": version, "meta": text, "sha256": checksum(plain, kind, version, text)}
     # One value, because safetensors writes several in random order: the same content makes the same file.
     content = safetensors.torch.save(plain, metadata={HEADER: json.dumps(header)})
     write_bytes(path, content)
@@ -82,7 +82,7 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[st
             f"{path}: {kind} format version {header.get('version')}, but this release reads version {version}; "
             "make the file again with this release"
         )
-    if header.get("sha256") != _checksum(tensors, kind, version, header.get("meta", "")):
+    if header.get("sha256") != checksum(tensors, kind, version, header.get("meta", "")):
         raise StorageError(f"{path} is damaged: its content does not match its checksum; restore or make it again")
     return tensors, json.loads(header["meta"])
 
@@ -105,7 +105,8 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
     return header if isinstance(header, dict) else {}
 
 
-def _checksum(tensors: Mapping[str, Tensor], kind: str, version: int, text: str) -> str:
+def checksum(tensors: Mapping[str, Tensor], kind: str = "", version: int = 0, text: str = "") -> str:
+    """A hash of names, shapes and bits of tensors, on the CPU, and of what they are."""
     digest = hashlib.sha256(f"{kind}\0{version}\0{text}".encode())
     for name in sorted(tensors):
         tensor = tensors[name]

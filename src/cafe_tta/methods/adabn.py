@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cafe_tta.adapter import Adapter, Report
 from cafe_tta.config import AdapterConfig
-from cafe_tta.normalisation import Normaliser
+from cafe_tta.normalisation import Normalisation, Normaliser
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class AdaBNConfig(AdapterConfig):
         None  # N of Schneider et al.: normalise with N/(N+n) source + n/(N+n) batch; None: batch alone
     )
     min_batch: int = 2  # a smaller batch is answered with the running statistics
+    sync_batchnorm: bool = True  # many ranks: BatchNorm normalises with the batch of all; off: each rank with its own
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,13 +39,15 @@ class AdaBN(Adapter):
     """Normalises with the batch; the running statistics follow, for evaluation."""
 
     name = "adabn"
+    adds_up = True
     Config = AdaBNConfig
     config: AdaBNConfig
     presets: ClassVar = {"cifar": AdaBNConfig(), "imagenet": AdaBNConfig()}
 
     def prepare(self, source: Any) -> None:
-        prior = self.config.prior
-        self.normaliser = Normaliser(self.classifier, "batch" if prior is None else "blend", prior=prior)
+        prior, shared = self.config.prior, self.config.sync_batchnorm
+        kind: Normalisation = "batch" if prior is None else "blend"
+        self.normaliser = Normaliser(self.classifier, kind, prior=prior, ranks=self.ranks, shared=shared)
         if not self.normaliser.layers:
             raise ValueError("adabn adapts the statistics of BatchNorm layers, but this classifier has none")
         for layer in self.normaliser.layers:
@@ -57,13 +60,14 @@ class AdaBN(Adapter):
                 layer.num_batches_tracked.zero_()  # type: ignore[union-attr] # the average begins anew
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        size = len(images)
+        size = self.ranks.count(images)
         with torch.no_grad():
-            if size < self.config.min_batch:
-                reason = f"a batch of {size} is too small to normalise with (min_batch={self.config.min_batch})"
+            if (found := self.normaliser.batch_size(images)) < self.config.min_batch:
+                reason = f"a batch of {found} is too small to normalise with (min_batch={self.config.min_batch})"
                 return self.predict(images), Report(size, stepped=False, reason=reason)
             self.normaliser.adapting()
             features, logits = self.run(images)
+            self.normaliser.settle()
             if reason := self.unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
             return logits, Report(size, stepped=True)

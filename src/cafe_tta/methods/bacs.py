@@ -39,6 +39,7 @@ class _Member(GradientAdapter):
     """One member: mean entropy + w · ½ Σ (θ - μ)² / (σ² + floor). All weights move, and start from μ."""
 
     name = "bacs-member"
+    adds_up = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig
@@ -62,9 +63,9 @@ class _Member(GradientAdapter):
         means = [self.get_buffer(f"mean_{i}") for i in range(len(self._names))]
         precisions = [self.get_buffer(f"precision_{i}") for i in range(len(self._names))]
         prior = losses.squared_distance([parameters[name] for name in self._names], means, precisions)
-        entropy = losses.entropy(logits).mean()
+        (entropy,) = self.ranks.mean(losses.entropy(logits))
         self.notes |= {"entropy": entropy.item(), "prior": prior.item()}
-        return entropy + self.config.prior_weight * prior
+        return entropy + self.config.prior_weight * self.ranks.share(prior)
 
 
 class BACS(Adapter):
@@ -74,6 +75,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
+    adds_up = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig
@@ -103,7 +105,7 @@ class BACS(Adapter):
         known = [report.loss for report in reports if report.loss is not None]
         loss = sum(known) / len(known) if known else None
         stepped, refused = any(report.stepped for report in reports), any(report.refused for report in reports)
-        report = Report(len(images), stepped, refused, reasons, loss, reports[0].notes)
+        report = Report(self.ranks.count(images), stepped, refused, reasons, loss, reports[0].notes)
         return self._average([logits for logits, _ in results]), report
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,7 @@ class CAFe(GradientAdapter):
     """Moves the features back to the source's mean and covariance, group by group; keeps predictions diverse."""
 
     name = "cafe"
+    adds_up = True
     needs = "stats"
     Config = CAFeConfig
     config: CAFeConfig
@@ -87,12 +88,13 @@ class CAFe(GradientAdapter):
             self.gate_open = nn.Buffer(self.gate_open - 1)
             return super().answer(images)
         features, logits = self.features_and_logits(images)
-        moments = self.gaussians.moments(features)
+        moments = self.ranks.moments(self.gaussians, features)
         alignment = self.gaussians.divergence(moments, SAMPLES_PER_DIM).values.mean().item()
-        threshold = self.gate.threshold(len(images))
-        if alignment <= threshold:
+        size = self.ranks.count(images)
+        threshold = self.gate.threshold(size)
+        if not self.ranks.any(not alignment <= threshold):
             reason = f"the batch looks like the source (alignment {alignment:.3g}, at most {threshold:.3g})"
-            return logits, Report(len(images), stepped=False, reason=reason, notes={"alignment": alignment})
+            return logits, Report(size, stepped=False, reason=reason, notes={"alignment": alignment})
         self.gate_open = nn.Buffer(self.gate_open + self.config.gate_patience - 1)
         return super().answer(images)
 
@@ -100,7 +102,7 @@ class CAFe(GradientAdapter):
         return self.alignment(features) + self.infomax(logits)
 
     def infomax(self, logits: Tensor) -> Tensor:
-        infomax = losses.infomax(logits)
+        infomax = losses.infomax(logits, self.ranks.mean)
         self.notes["infomax"] = infomax.item()
         return infomax
 
@@ -109,8 +111,8 @@ class CAFe(GradientAdapter):
 
         A step on the last few images of a stream is as large as one on a whole batch, and many times as noisy.
         """
-        self.largest_batch = nn.Buffer(self.largest_batch.clamp(min=len(features)))
-        moments = self.gaussians.moments(features)
+        self.largest_batch = nn.Buffer(self.largest_batch.clamp(min=self.ranks.count(features)))
+        moments = self.ranks.moments(self.gaussians, features)
         memory = self._memory(features)
         largest = self.largest_batch.item()
         divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest, WHEN_TOO_WIDE)

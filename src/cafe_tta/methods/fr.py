@@ -31,6 +31,7 @@ class FR(GradientAdapter):
     """Moves the histograms of features and logits back to the source's, unit by unit."""
 
     name = "fr"
+    adds_up = True
     needs = "histograms"
     Config = FRConfig
     config: FRConfig
@@ -62,7 +63,9 @@ class FR(GradientAdapter):
         return [parameter for parameter in super().moving() if id(parameter) not in fixed]
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        return self._divergence("feature", features) + self._divergence("logit", logits)
+        counts = self.ranks.sum(self._soft_counts("feature", features), self._soft_counts("logit", logits))
+        divergences = [self._divergence(*pair) for pair in zip(("feature", "logit"), counts, strict=True)]
+        return (divergences[0] + divergences[1]).to(features.dtype)
 
     def _keep_layer(self, layer: str, histograms: UnitHistograms, num_bins: int) -> None:
         live = histograms.live
@@ -71,12 +74,13 @@ class FR(GradientAdapter):
             self.register_buffer(f"{layer}_{name}", value, persistent=False)
         self.register_buffer(f"{layer}_counts", histograms.counts[self.config.temperature][live], persistent=False)
 
-    def _divergence(self, layer: str, values: Tensor) -> Tensor:
-        units, scale, edges, counts = (
-            self.get_buffer(f"{layer}_{name}") for name in ("units", "scale", "edges", "counts")
-        )
-        if not len(units):
-            return torch.zeros((), dtype=values.dtype, device=values.device)
+    def _soft_counts(self, layer: str, values: Tensor) -> Tensor:
+        units, scale, edges = (self.get_buffer(f"{layer}_{name}") for name in ("units", "scale", "edges"))
         scaled = values[:, units] / scale.to(values.dtype)
-        soft = losses.soft_histogram(scaled, edges.to(values.dtype), self.config.temperature)
-        return losses.histogram_divergence(soft.to(counts.dtype), counts).mean().to(values.dtype)
+        return losses.soft_histogram(scaled, edges.to(values.dtype), self.config.temperature)  # (U, J)
+
+    def _divergence(self, layer: str, soft: Tensor) -> Tensor:
+        counts = self.get_buffer(f"{layer}_counts")
+        if not len(counts):
+            return torch.zeros((), dtype=counts.dtype, device=counts.device)
+        return losses.histogram_divergence(soft.to(counts.dtype), counts).mean()

@@ -16,6 +16,7 @@ class Infomax(GradientAdapter):
     """Makes predictions confident on each image and diverse over the batch."""
 
     name = "infomax"
+    adds_up = True
     presets: ClassVar = {
         "cifar": StepConfig(),
         "cifar-online": StepConfig(answer="after-eval"),
@@ -24,4 +25,4 @@ class Infomax(GradientAdapter):
     }
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        return losses.infomax(logits)
+        return losses.infomax(logits, self.ranks.mean)

@@ -13,8 +13,11 @@ class SourceOnly(Adapter):
     """The source classifier as it is."""
 
     name = "source"
+    adds_up = True
     presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         with torch.no_grad():
-            return self.predict(images), Report(len(images), stepped=False, reason="the source classifier never adapts")
+            return self.predict(images), Report(
+                self.ranks.count(images), stepped=False, reason="the source classifier never adapts"
+            )

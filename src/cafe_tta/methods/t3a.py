@@ -29,6 +29,7 @@ class T3A(Adapter):
     """Classifies by the summed directions of each class's M most confident features. The network never changes."""
 
     name = "t3a"
+    adds_up = True
     Config = T3AConfig
     config: T3AConfig
     presets: ClassVar = {"cifar": T3AConfig(), "imagenet": T3AConfig()}
@@ -42,12 +43,13 @@ class T3A(Adapter):
         with torch.no_grad():
             self.normaliser.evaluating()
             features, logits = self.run(images)
+            size = self.ranks.count(images)
             if reason := self.unusable(features):
-                return logits, Report(len(images), stepped=False, refused=True, reason=reason)
-            new = self._judged(features)
+                return logits, Report(size, stepped=False, refused=True, reason=reason)
+            new = self._judged(self.ranks.rows(features))
             joined = [torch.cat(pair) for pair in zip((self.supports, self.labels, self.entropies), new, strict=True)]
             self._set_supports(*joined)
-            return features @ self._class_weights().T, Report(len(images), stepped=True)
+            return features @ self._class_weights().T, Report(size, stepped=True)
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, _ = super().features_and_logits(images)

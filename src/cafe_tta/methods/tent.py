@@ -30,6 +30,7 @@ class Tent(GradientAdapter):
     """
 
     name = "tent"
+    adds_up = True
     Config = TentConfig
     presets: ClassVar = {
         "cifar": TentConfig(),
@@ -55,7 +56,7 @@ class Tent(GradientAdapter):
                 layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        if len(images) >= self.config.min_batch:
+        if self.normaliser.batch_size(images) >= self.config.min_batch:
             return super().features_and_logits(images)
         # Too few to normalise with: a single image has no variance where its feature map is one pixel.
         for layer, mean, var in self._statistics:
@@ -67,4 +68,4 @@ class Tent(GradientAdapter):
                 layer.running_mean = layer.running_var = None
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        return losses.entropy(logits).mean()
+        return self.ranks.mean(losses.entropy(logits))[0]
