@@ -16,6 +16,8 @@ from cafe_tta.cli.corrupt import corrupt
 from cafe_tta.cli.demo import demo
 from cafe_tta.cli.methods import methods
 from cafe_tta.cli.report import report
+from cafe_tta.cli.serve import serve
+from cafe_tta.cli.simulate import simulate
 from cafe_tta.cli.stats import stats
 from cafe_tta.cli.train import train
 
@@ -116,14 +118,18 @@ def start(
     [bold]4. Look[/bold] at out/predictions.csv (file, class, confidence)
        and out/summary.json (what happened).
 
+    \b
+    [bold]5. Serve[/bold] it to many cameras, adapting while it answers:
+       cafe-tta serve --model model/model.safetensors --stats stats.safetensors
+
     In a hurry, all of it in two minutes, with 15 kinds of corruption: cafe-tta demo
     """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 
-for command in (demo, train, stats, adapt, corrupt, bench, report, methods):
-    app.command()(command)
+for command in (demo, train, stats, adapt, serve, simulate, corrupt, bench, report, methods):
+    app.command(command.__name__)(command)
 
 
 def main() -> None:

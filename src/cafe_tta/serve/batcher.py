@@ -116,7 +116,7 @@ class Batcher:
 
     async def submit(self, images: Tensor, camera: str, adapt: bool, timeout: float) -> Result:
         """The answer to the images of a request, within its `place`."""
-        if self._task.done():
+        if self._closing:
             raise ServeError(503, "the server is shutting down", retry_after=5)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         work = Work(images, camera, adapt, time.monotonic() + timeout, answer)
@@ -137,13 +137,9 @@ class Batcher:
             waited = time.monotonic() - work.queued
             _refuse(work, ServeError(504, f"no answer within the time-out: waited {waited:.2f} s in the queue"))
 
-    async def close(self, timeout: float) -> None:
-        """Answers all that was let in; after `timeout` seconds, the rest with an error. Lets nobody in any more."""
+    async def close(self) -> None:
+        """Lets nobody in any more, and tells those who still wait."""
         self._closing = True
-        self._changed.set()
-        end = time.monotonic() + timeout
-        while self._images and time.monotonic() < end:
-            await asyncio.sleep(0.01)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         for work in (*self._queue, *self._overdue):
@@ -176,7 +172,7 @@ class Batcher:
             self._changed.clear()
             await self._changed.wait()
         end = min(work.queued for queue in (self._queue, self._overdue) for work in queue) + self._max_queue_delay
-        while self._waiting < self._max_batch_size and not self._closing:
+        while self._waiting < self._max_batch_size:
             left = end - time.monotonic()
             if left <= 0:
                 break

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cafe_tta.models import Preprocessing
+from cafe_tta.serve.cameras import LONGEST_NAME
 from cafe_tta.serve.errors import ServeError, bad_request
 
 INPUT = "images"
@@ -23,8 +24,7 @@ OUTPUTS = ("logits", "label", "probability")  # all of them, where a request doe
 ON_DEMAND = ("class_name",)
 VERSION = "1"  # of the served model; the states that it adapts to are told in the answer's parameters
 CAMERA = "default"
-MAX_CAMERA = 128  # characters
-MAX_ID = 1024
+MAX_ID = 1024  # characters
 _ITEM_SIZES = {"UINT8": 1, "FP32": 4}
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
@@ -137,7 +137,7 @@ def parse(body: bytearray, header_length: str | None, signature: Signature) -> I
     tensor = _only_input(request.get("inputs"))
     pixels, files, count = _read_input(tensor, memoryview(body)[length:], signature)
     camera = parameters.get("camera", CAMERA)
-    camera = _text(camera, "the parameter camera", MAX_CAMERA)
+    camera = _text(camera, "the parameter camera", LONGEST_NAME)
     if not camera or not camera.isprintable():
         raise bad_request(f"expected the parameter camera to be a name, but got {camera!r}")
     adapt = parameters.get("adapt", True)
