@@ -16,6 +16,7 @@ class Item:
     """An image of a camera, and what is known of it."""
 
     camera: str
+    place: str  # whose share of the buffer it takes: the camera's own, or one that newcomers have together
     image: Tensor
     number: int  # in the order of arrival
     uses: int = 0
@@ -23,7 +24,7 @@ class Item:
 
 
 @dataclass(eq=False)
-class _Camera:
+class _Place:
     waiting: list[Item] = field(default_factory=list)
     held: list[Item] = field(default_factory=list)
     seen: int = 0
@@ -33,18 +34,18 @@ class _Camera:
 
 
 class Buffer:
-    """At most `capacity` images of at most `max_cameras` cameras. Not thread-safe: the service holds its lock.
+    """At most `capacity` images in at most `max_places` shares. Not thread-safe: the service holds its lock.
 
     A camera that has its share already replaces an image of its own, drawn at random, so that what waits is spread over
     the time since the last step rather than being the last burst. One image in four is held back: never adapted to.
     """
 
-    def __init__(self, capacity: int, per_camera: int | None = None, max_cameras: int = 1024, seed: int = 0) -> None:
+    def __init__(self, capacity: int, per_camera: int | None = None, max_places: int = 1024, seed: int = 0) -> None:
         self.capacity = capacity
         self.per_camera = per_camera
-        self.max_cameras = max_cameras
-        self.fresh = 0  # images that came since the last step
-        self._cameras: OrderedDict[str, _Camera] = OrderedDict()  # the one that was quiet for longest comes first
+        self.max_places = max_places
+        self.arrived = 0  # images since the last step that were not held back
+        self._places: OrderedDict[str, _Place] = OrderedDict()  # the one that was quiet for longest comes first
         self._size = 0
         self._number = 0
         self._random = random.Random(seed)
@@ -53,28 +54,28 @@ class Buffer:
         return self._size
 
     def sizes(self) -> dict[str, int]:
-        return {name: len(camera) for name, camera in self._cameras.items()}
+        return {name: len(place) for name, place in self._places.items()}
 
-    def add(self, name: str, image: Tensor) -> None:
+    def add(self, camera: str, image: Tensor, place: str | None = None) -> None:
         """Takes an image in. It is copied: a view would keep its whole batch in memory."""
-        camera = self._cameras.get(name)
-        if camera is None:
-            while len(self._cameras) >= min(self.max_cameras, self.capacity):
-                self._size -= len(self._cameras.popitem(last=False)[1])
-            camera = self._cameras[name] = _Camera()
-        self._cameras.move_to_end(name)
+        name = camera if place is None else place
+        home = self._places.get(name)
+        if home is None:
+            while len(self._places) >= min(self.max_places, self.capacity):
+                self._size -= len(self._places.popitem(last=False)[1])
+            home = self._places[name] = _Place()
+        self._places.move_to_end(name)
         self._number += 1
-        self.fresh += 1
-        camera.seen += 1
-        part = camera.held if camera.seen % HELD_EVERY == 0 else camera.waiting
-        item = Item(name, image.detach().clone(), self._number)
-        share = max(1, self.capacity // len(self._cameras))
-        limit = share if self.per_camera is None else min(share, self.per_camera)
-        limit = max(1, limit // HELD_EVERY if part is camera.held else limit - limit // HELD_EVERY)
+        home.seen += 1
+        holds_back = home.seen % HELD_EVERY == 0
+        self.arrived += not holds_back
+        part = home.held if holds_back else home.waiting
+        item = Item(camera, name, image.detach().clone(), self._number)
+        limit = self._limit(holds_back)
         while len(part) > limit:  # more cameras have come since
             part.pop(self._random.randrange(len(part)))
             self._size -= 1
-        if len(part) >= limit:
+        if len(part) == limit:
             part[self._random.randrange(len(part))] = item
             return
         if self._size >= self.capacity:
@@ -84,40 +85,55 @@ class Buffer:
 
     def take(self, count: int) -> list[Item]:
         """Images for a step: as equal a share of each camera as there are images, fresh ones first."""
-        chosen = self._draw(count, lambda camera: camera.waiting, fresh_first=True)
+        chosen = self._draw(count, lambda place: place.waiting, fresh_first=True)
         for item in chosen:
             item.uses += 1
-        for camera in self._cameras.values():
-            kept = [item for item in camera.waiting if item.uses < REUSE]
-            self._size -= len(camera.waiting) - len(kept)
-            camera.waiting = kept
-        self.fresh = 0
+        for place in self._places.values():
+            kept = [item for item in place.waiting if item.uses < REUSE]
+            self._size -= len(place.waiting) - len(kept)
+            place.waiting = kept
+        self.arrived = 0
         return chosen
 
-    def held(self, count: int, after: int = 0) -> list[Item]:
-        """Images that were never adapted to, of all cameras alike; those that came after the image number `after`."""
-        return self._draw(count, lambda camera: [item for item in camera.held if item.number > after])
+    def ready(self, count: int) -> bool:
+        """Whether so many wait that no step has used, or as many as there is room for."""
+        unused = sum(item.uses == 0 for place in self._places.values() for item in place.waiting)
+        return unused >= min(count, self._limit(False) * len(self._places)) > 0
+
+    def held(self, count: int) -> list[Item]:
+        """Images that are never adapted to, of all cameras alike."""
+        return self._draw(count, lambda place: place.held)
 
     @property
     def last_number(self) -> int:
         """Of the image that came last."""
         return self._number
 
-    def drop(self, name: str) -> None:
+    def drop(self, camera: str) -> None:
         """Forgets the images of a camera."""
-        camera = self._cameras.pop(name, None)
-        if camera is not None:
-            self._size -= len(camera)
+        for name, place in list(self._places.items()):
+            before = len(place)
+            place.waiting = [item for item in place.waiting if item.camera != camera]
+            place.held = [item for item in place.held if item.camera != camera]
+            self._size -= before - len(place)
+            if not len(place):
+                del self._places[name]
 
     def clear(self) -> None:
-        self._cameras.clear()
+        self._places.clear()
         self._size = 0
-        self.fresh = 0
+        self.arrived = 0
 
-    def _draw(self, count: int, part: Callable[[_Camera], list[Item]], fresh_first: bool = False) -> list[Item]:
+    def _limit(self, holds_back: bool) -> int:
+        """Images of one camera that may wait, or be held back, now that there are so many cameras."""
+        share = max(1, self.capacity // max(1, len(self._places)))
+        limit = share if self.per_camera is None else min(share, self.per_camera)
+        return max(1, limit // HELD_EVERY if holds_back else limit - limit // HELD_EVERY)
+
+    def _draw(self, count: int, part: Callable[[_Place], list[Item]], fresh_first: bool = False) -> list[Item]:
         pools = []
-        for camera in self._cameras.values():
-            items = list(part(camera))
+        for place in self._places.values():
+            items = list(part(place))
             self._random.shuffle(items)
             if fresh_first:
                 items.sort(key=lambda item: item.uses)
@@ -126,13 +142,13 @@ class Buffer:
         self._random.shuffle(pools)  # who gets the images that cannot be divided
         pools.sort(key=len)
         chosen: list[Item] = []
-        for place, pool in enumerate(pools):  # the smallest first: what they lack is shared by the rest
-            fair = -(-(count - len(chosen)) // (len(pools) - place))
+        for i, pool in enumerate(pools):  # the smallest first: what they lack is shared by the rest
+            fair = -(-(count - len(chosen)) // (len(pools) - i))
             chosen += pool[:fair]
         return chosen[:count]
 
     def _make_room(self) -> None:
-        largest = max(self._cameras.values(), key=len)
+        largest = max(self._places.values(), key=len)
         part = max(largest.waiting, largest.held, key=len)
         part.pop(self._random.randrange(len(part)))
         self._size -= 1

@@ -1,4 +1,7 @@
-"""What is remembered of each camera: counts, its recent features and predictions. Bounded, whatever clients invent."""
+"""What is remembered of each camera, and what follows from it: which model answers it, and whether it is adapted to.
+
+Bounded in every direction, whatever names clients invent.
+"""
 
 import time
 from collections import OrderedDict, deque
@@ -8,25 +11,68 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-RECENT = 64  # images of a camera whose features and predictions are remembered
-FEATURE_BYTES = 64 * 2**20  # that all of them may take
+from cafe_tta.serve.yardstick import FEWEST, Yardstick
+
+RECENT = 64  # images of a camera whose features are remembered
+WATCHED = 128  # images of a camera whose predictions are remembered
+FEATURE_BYTES = 128 * 2**20  # that the features of all cameras may take
 LONGEST_NAME = 256
+NEWCOMER = 16  # images: cameras that have sent fewer share one place in the buffer
+ONE_CLASS, SURE = 0.97, 0.95  # share of one class, and mean confidence, of a camera that shows a single thing
+SAME = 0.01  # dispersion of the features of a camera that shows one image again and again
+MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is kept out
 
 
 @dataclass(eq=False)
 class Camera:
+    """One camera. `features` are of the model that answered, `source_features` of the source model, where known."""
+
     name: str
     images: int = 0
     adapted: int = 0
     last_seen: float = 0.0
     features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))  # (D,) each
-    classes: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
-    changed: bool = False  # since its drift was computed
+    source_features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
+    predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))
+    fingerprints: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
+    changed: bool = False  # since it was assessed
     drift: float | None = None
+    source_drift: float | None = None
+    gain: float | None = None  # log of the published model's alignment over the source's, on images held back
     quarantined: str = ""  # why nothing of it is adapted to
 
-    def recent_features(self) -> Tensor:
-        return torch.stack(tuple(self.features))
+    @property
+    def looks_like_source(self) -> bool:
+        return self.source_drift is not None and self.source_drift <= 1
+
+    @property
+    def wants_source(self) -> bool:
+        """Whether the source model serves it at least as well as what is published."""
+        return self.looks_like_source or (self.gain is not None and self.gain > 0)
+
+    def flaw(self, flat: bool, fingerprint: int) -> str:
+        """What is wrong with an image of this camera; empty where nothing is."""
+        found = "flat" if flat else "repeated" if fingerprint in self.fingerprints else ""
+        self.flaws.append(found)
+        if not found:
+            self.fingerprints.append(fingerprint)
+        return found
+
+    def suspicion(self, yardstick: Yardstick | None) -> str:
+        """Why its recent images are not worth adapting to; empty where they are."""
+        for flaw, text in (("flat", "flat frames"), ("repeated", "the same images again and again")):
+            if len(self.flaws) >= FEWEST and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
+                return f"it sends {text}"
+        if len(self.predictions) >= RECENT:
+            classes = [predicted for predicted, _ in self.predictions]
+            most = max(classes.count(c) for c in set(classes)) / len(classes)
+            confidence = sum(sure for _, sure in self.predictions) / len(self.predictions)
+            if most >= ONE_CLASS and confidence >= SURE:
+                return "it shows one class for ever"
+        if yardstick is None or len(self.features) < 2 * FEWEST:
+            return ""
+        return "its images hardly differ" if yardstick.dispersion(torch.stack(tuple(self.features))) < SAME else ""
 
 
 class Cameras:
@@ -34,7 +80,7 @@ class Cameras:
 
     def __init__(self, limit: int, num_features: int) -> None:
         self._limit = limit
-        self._rows = max(RECENT, FEATURE_BYTES // (4 * num_features))  # features that are kept over all cameras
+        self._rows = max(RECENT, FEATURE_BYTES // (8 * num_features))  # of features and source features alike
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
 
     def __iter__(self) -> Iterator[Camera]:
@@ -57,17 +103,24 @@ class Cameras:
         camera.last_seen = time.time()
         return camera
 
-    def saw(self, camera: Camera, features: Tensor, predicted: int) -> None:
+    def saw(self, camera: Camera, features: Tensor, prediction: tuple[int, float], of_source: bool) -> None:
+        """Notes an answered image."""
         camera.images += 1
-        camera.classes.append(predicted)
-        room = self._rows // len(self._cameras)
-        while len(camera.features) > max(room, 1):
-            camera.features.popleft()
+        camera.predictions.append(prediction)
         camera.features.append(features)
+        if of_source:
+            camera.source_features.append(features)
         camera.changed = True
 
-    def clear(self) -> None:
+    def trim(self) -> None:
+        """Forgets features where many cameras would take too much memory."""
+        room = max(1, self._rows // max(1, len(self._cameras)))
         for camera in self:
-            camera.features.clear()
-            camera.classes.clear()
-            camera.drift, camera.quarantined = None, ""
+            for kept in (camera.features, camera.source_features):
+                while len(kept) > room:
+                    kept.popleft()
+
+    def forget(self) -> None:
+        """Forgets all that was seen, but not who is there."""
+        for name, camera in self._cameras.items():
+            self._cameras[name] = Camera(name, camera.images, camera.adapted, camera.last_seen)

@@ -3,34 +3,30 @@
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cafe_tta import losses
-from cafe_tta.adapter import Adapter, StepRefused
+from cafe_tta.adapter import Adapter
+from cafe_tta.serve import status
+from cafe_tta.serve.adaptation import Adaptation, Outcome
+from cafe_tta.serve.answering import Answers as Answers
+from cafe_tta.serve.answering import check_camera, check_request, run
 from cafe_tta.serve.buffer import Buffer
-from cafe_tta.serve.cameras import LONGEST_NAME, Cameras
+from cafe_tta.serve.cameras import NEWCOMER, Camera, Cameras
 from cafe_tta.serve.config import ServiceConfig as ServiceConfig
-from cafe_tta.serve.replica import SOURCE_VERSION, Replica
+from cafe_tta.serve.keeping import Keeping
+from cafe_tta.serve.replica import SOURCE_VERSION
+from cafe_tta.serve.screen import screen
 from cafe_tta.serve.telemetry import Telemetry
 from cafe_tta.serve.yardstick import FEWEST, Yardstick
 from cafe_tta.stats import SourceStats
 
 TICK = 2.0  # seconds between two points of the series
 MOST_OPTED_OUT = 10_000
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a batch of images gets."""
-
-    logits: Tensor  # (B, C) float32, on the CPU
-    version: int  # of the snapshot that answered; 0 is the source model
-    drift: list[float | None]  # of each image's camera: at most 1 looks like the source; None while nobody knows
-    adapted: list[bool]  # whether the image was taken for adapting
+MOST_PATIENCE = 8  # times as many images must come before the next step, after steps that were refused
+NEWCOMERS = ""  # their place in the buffer: no camera has this name
 
 
 class Service:
@@ -46,62 +42,65 @@ class Service:
         self.num_classes = adapter.classifier.num_classes
         self.num_features = adapter.classifier.num_features
         self.class_names: tuple[str, ...] | None = None
-        adapter.reset()
-        self._adapter = adapter
         self._yardstick = None if source_stats is None else Yardstick(source_stats, config.gate_margin)
-        self._source = Replica(adapter)
-        self._front, self._back = Replica(adapter), Replica(adapter)
-        self._lock = threading.RLock()  # of everything below; held for moments only
+        self._lock = threading.RLock()  # of everything but the adaptation; held for moments only
         self._wake = threading.Condition(self._lock)
-        self._stepping = threading.Lock()  # of the adapter and of what is published; held for a whole step
+        self._stepping = threading.Lock()  # of the adaptation; held for a whole step. Taken before `_lock`, never after
+        self._adaptation = Adaptation(adapter, config, self._yardstick)
+        self._keeping = Keeping(self._adaptation, config)
         self._buffer = Buffer(config.buffer_images, config.per_camera, config.max_cameras, config.seed)
         self._cameras = Cameras(config.max_cameras, self.num_features)
         self._opted_out: set[str] = set()
         self._telemetry = Telemetry()
-        self._versions = SOURCE_VERSION  # the highest that was given out
-        self._good = _copy(adapter.state())
-        self._snapshots: list[dict[str, Any]] = []
-        self._paused = False
-        self._closing = False
+        self._paused = self._closing = self._busy = False
         self._thread: threading.Thread | None = None
         self._started = time.time()
-        self._images = self._adapted_images = 0
+        self._images = self._answered = self._adapted_images = 0
+        self._like_source = 0  # images since the last step that the gate kept out
         self._steps = {"accepted": 0, "refused": 0, "rolled_back": 0, "skipped": 0}
         self._drift: dict[str, float | None] = {"overall": None, "source": None}
         self._groups: list[dict[str, Any]] = []
+        self._patience = 1  # times as many images as a step takes must have come
         self._not_before = 0.0  # time.monotonic() of the next step at the earliest
 
     # What clients use
 
     def answer(self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool]) -> Answers:
         """Answers a batch, and keeps of it what may be adapted to."""
-        if not len(images) == len(cameras) == len(adapt):
-            raise ValueError(
-                "expected one camera and one `adapt` for each image, "
-                f"but got {len(images)} images, {len(cameras)} cameras, {len(adapt)} of `adapt`"
-            )
-        for name in cameras:
-            check_camera(name)
-        version, features, logits = self._front(images)
-        predicted = logits.argmax(1).tolist()
-        rows = features.detach().float().cpu()
+        check_request(images, cameras, adapt)
+        with self._lock:
+            self._images += len(images)
+            known = {name: self._cameras.get(name) for name in set(cameras)}
+        wanting = {name for name, camera in known.items() if camera is not None and camera.wants_source}
+        published = self._adaptation.published
+        of_source = [name in wanting and published.version != SOURCE_VERSION for name in cameras]
+        passed = run(images, of_source, published.front, self._adaptation.source)
+        sure, predicted = passed.logits.softmax(1).max(1)
+        screened = screen(images) if self.config.guard and self._adapting else None
+        rows = list(zip(passed.features.unbind(), predicted.tolist(), sure.tolist(), strict=True))
         drift: list[float | None] = []
         taken: list[bool] = []
         with self._lock:
-            self._images += len(images)
             for i, name in enumerate(cameras):
+                features, label, confidence = rows[i]
                 camera = self._cameras.touch(name)
-                self._cameras.saw(camera, rows[i].clone(), predicted[i])
-                take = self._adapting and adapt[i] and name not in self._opted_out
-                if take:
-                    self._buffer.add(name, images[i])
+                self._cameras.saw(camera, features.clone(), (label, confidence), passed.versions[i] == SOURCE_VERSION)
+                flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
+                takes = adapt[i] and not flaw and self._wanted(camera)
+                if takes:
+                    self._buffer.add(name, images[i], None if camera.images > NEWCOMER else NEWCOMERS)
                     camera.adapted += 1
                     self._adapted_images += 1
-                taken.append(take)
-                drift.append(camera.drift)
-            if self._buffer.fresh >= self.config.step_images:
+                taken.append(takes)
+                drift.append(status.finite(camera.drift))
+            self._answered += len(images)
+            if self._enough():
                 self._wake.notify_all()
-        return Answers(logits.float().cpu(), version, drift, taken)
+        return Answers(passed.logits, passed.published, drift, taken, passed.versions)
+
+    def probe(self, images: Tensor) -> Tensor:
+        """Logits of the published snapshot, counted nowhere: to warm up, and to see whether it answers."""
+        return self._adaptation.published.front(images)[2].float().cpu()
 
     def observe(self, images: int, seconds: float) -> None:
         """Notes what a request took, for the series."""
@@ -111,12 +110,17 @@ class Service:
     # What operators use
 
     def start(self) -> None:
-        """Starts the adapting thread."""
-        with self._lock:
+        """Takes up the last good state, and starts the adapting thread."""
+        with self._stepping, self._lock:
             if self._thread is not None:
                 raise RuntimeError("the service was started already")
             self._started = time.time()
-            self._telemetry.record("started", self._front.version, f"started with {self.method}")
+            restored = self._keeping.restore()
+            self._telemetry.restore(restored.events)
+            self._opted_out |= set(restored.opted_out)
+            for text in restored.problems:
+                self._telemetry.record("error", self._version, text)
+            self._telemetry.record("started", self._version, f"started with {self.method}{restored.text}")
             self._thread = threading.Thread(target=self._run, name="cafe-tta-adapt", daemon=True)
             self._thread.start()
 
@@ -127,7 +131,7 @@ class Service:
             if self._paused:
                 raise ValueError("cannot pause: the service is paused already")
             self._paused = True
-            self._telemetry.record("paused", self._front.version, "paused by an operator; goes on answering")
+            self._telemetry.record("paused", self._version, "paused by an operator; goes on answering")
 
     def resume(self) -> None:
         with self._lock:
@@ -135,26 +139,36 @@ class Service:
             if not self._paused:
                 raise ValueError("cannot resume: the service is not paused")
             self._paused = False
-            self._telemetry.record("resumed", self._front.version, "resumed by an operator")
+            self._telemetry.record("resumed", self._version, "resumed by an operator")
             self._wake.notify_all()
 
     def reset(self) -> None:
-        """The source model again; what was seen is forgotten."""
+        """The source model again; what was seen is forgotten. Waits for a step that is under way."""
         with self._stepping:
-            self._adapter.reset()
-            self._good = _copy(self._adapter.state())
-            self._show(SOURCE_VERSION, self._good)
+            self._adaptation.back_to_source()
             with self._lock:
                 self._buffer.clear()
-                self._cameras.clear()
+                self._cameras.forget()
+                self._patience = 1
+                self._drift = {"overall": None, "source": None}
                 self._telemetry.record("reset", SOURCE_VERSION, "reset by an operator: the source model answers")
 
     def rollback(self, version: int | None = None) -> None:
-        """An earlier snapshot again; by default the one before."""
-        raise ValueError("cannot roll back: there is no earlier snapshot")
+        """An earlier snapshot again; by default the one before. Waits for a step that is under way."""
+        with self._stepping:
+            now = self._version
+            chosen = self._keeping.roll_back(version)
+            with self._lock:
+                text = f"rolled back from version {now} to {chosen} by an operator"
+                self._steps["rolled_back"] += 1
+                self._telemetry.record("rolled_back", chosen, text)
 
     def save(self) -> None:
-        raise ValueError("cannot save: the service was started without a folder for its state")
+        """Writes the state to disk now."""
+        if self.config.state is None:
+            raise ValueError("cannot save: the service was started without a folder for its state")
+        with self._stepping:
+            self._save("saved by an operator")
 
     def camera_opt_out(self, camera: str, out: bool = True) -> None:
         """Nothing of this camera is adapted to; its images are answered as ever."""
@@ -171,186 +185,195 @@ class Service:
     def status(self) -> dict[str, Any]:
         """All that a person may want to know, as plain JSON."""
         with self._lock:
-            state = "off" if not self.config.adapt else "paused" if self._paused else "adapting"
-            classes: dict[int, int] = {}
-            for camera in self._cameras:
-                for predicted in camera.classes:
-                    classes[predicted] = classes.get(predicted, 0) + 1
-            seen = max(1, sum(classes.values()))
             return {
                 "name": self.config.name,
                 "method": self.method,
-                "state": state,
-                "version": self._front.version,
+                "state": "off" if not self.config.adapt else "paused" if self._paused else "adapting",
+                "version": self._version,
                 "started": self._started,
                 "now": time.time(),
                 "images": self._images,
-                "answered": self._images,
+                "answered": self._answered,
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
                 "drift": dict(self._drift),
-                "cameras": [
-                    {
-                        "camera": camera.name,
-                        "images": camera.images,
-                        "drift": camera.drift,
-                        "share": camera.images / max(1, self._images),
-                        "opted_out": camera.name in self._opted_out,
-                        "last_seen": camera.last_seen,
-                        "quarantined": camera.quarantined or None,
-                    }
-                    for camera in self._cameras
-                ],
+                "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out),
                 "groups": list(self._groups),
-                "classes": [
-                    {"class": self._class_name(number), "share": count / seen}
-                    for number, count in sorted(classes.items())
-                ],
+                "classes": status.describe_classes(self._cameras, self.class_names),
                 "events": list(self._telemetry.events),
                 "series": list(self._telemetry.series),
-                "snapshots": list(self._snapshots),
+                "snapshots": [snapshot.describe() for snapshot in self._adaptation.history],
             }
 
+    def settle(self, timeout: float = 60.0) -> bool:
+        """Waits until there is nothing to adapt to. False where that took too long."""
+        with self._lock:
+            return self._wake.wait_for(lambda: self._closing or not (self._busy or self._enough()), timeout)
+
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the adapting thread, after its step."""
+        """Ends the adapting thread, after its step, and saves. May be called more than once."""
         with self._lock:
             self._closing = True
             self._wake.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join(timeout)
+        if self._stepping.acquire(timeout=timeout):  # a step that takes longer than that is left to its fate
+            try:
+                if thread is not None and self._keeping.open:
+                    self._save("saved at shutdown")
+                self._keeping.close()
+            finally:
+                self._stepping.release()
 
     # The adapting thread
 
     @property
+    def _version(self) -> int:
+        return self._adaptation.published.version
+
+    @property
     def _adapting(self) -> bool:
         return self.config.adapt and not self._paused
+
+    def _wanted(self, camera: Camera) -> bool:
+        """Whether a good image of a camera is adapted to."""
+        if not self._adapting or camera.name in self._opted_out or camera.quarantined:
+            return False
+        if self.config.gate and camera.looks_like_source:
+            self._like_source += 1
+            return False
+        return True
 
     def _run(self) -> None:
         next_tick = time.monotonic() + TICK
         while True:
             with self._lock:
                 while not self._closing and not self._due() and time.monotonic() < next_tick:
-                    self._wake.wait(min(self._pause_until(next_tick), TICK))
+                    until = min(next_tick, self._not_before) if self._enough() else next_tick
+                    self._wake.wait(max(1e-3, until - time.monotonic()))
                 if self._closing:
                     return
-                due = self._due()
-            if due:
-                began = time.monotonic()
-                with self._stepping:
-                    self._step()
-                ended = time.monotonic()
-                share = self.config.adapt_share
-                self._not_before = ended + (ended - began) * (1 - share) / share
-            if time.monotonic() >= next_tick:
-                self._look()
-                next_tick = time.monotonic() + TICK
+                due = self._busy = self._due()
+            try:
+                if due:
+                    with self._stepping:
+                        self._cycle()
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK
+                    self._look()
+                    self._save_if_due()
+            except Exception as error:  # whatever goes wrong here, clients are answered
+                self._recover(error)
+            with self._lock:
+                self._busy = False
+                self._wake.notify_all()
+
+    def _enough(self) -> bool:
+        """Whether so many images have come that it is time to look, and perhaps to take a step."""
+        return self._adapting and self._buffer.arrived + self._like_source >= self.config.step_images * self._patience
 
     def _due(self) -> bool:
-        enough = self._adapting and self._buffer.fresh >= self.config.step_images
-        return enough and time.monotonic() >= self._not_before
+        return self._enough() and time.monotonic() >= self._not_before
 
-    def _pause_until(self, next_tick: float) -> float:
-        now = time.monotonic()
-        until = next_tick
-        if self._adapting and self._buffer.fresh >= self.config.step_images:
-            until = min(until, self._not_before)
-        return max(0.0, until - now) + 1e-3
+    def _cycle(self) -> None:
+        began = time.monotonic()
+        self._assess()
+        with self._lock:
+            like_source, self._like_source = self._like_source, 0
+            ready = self._buffer.ready(self.config.step_images)
+            items = self._buffer.take(self.config.step_images) if ready and self._adapting else []
+            if not ready:
+                self._buffer.arrived = 0  # some of them were dropped, or are few: look again when more have come
+            held = self._buffer.held(self.config.held_images)
+        if items:
+            outcome = self._adaptation.cycle(items, held)
+        elif like_source:
+            outcome = Outcome("skipped", f"no step: {like_source} of the last images look like the source")
+        else:
+            outcome = Outcome("skipped", "no step: what came since the last one is not worth adapting to")
+        ended = time.monotonic()
+        with self._lock:
+            self._note(outcome)
+            share = self.config.adapt_share
+            self._not_before = ended + (ended - began) * (1 - share) / share
 
-    def _step(self) -> None:
-        with self._lock:
-            items = self._buffer.take(self.config.step_images)
-        images = torch.stack([item.image for item in items])
-        _, features, logits = self._front(images)
-        alignment = None if self._yardstick is None else self._yardstick.alignment(features)
-        if self.config.gate and self._yardstick is not None and alignment is not None:
-            drift = self._yardstick.drift(alignment, len(images))
-            if drift is not None and drift <= 1:
-                with self._lock:
-                    self._steps["skipped"] += 1
-                    text = f"no step: the images look like the source (drift {drift:.2f}, at most 1)"
-                    self._telemetry.record("skipped", self._front.version, text, alignment=alignment)
-                return
-        try:
-            self._adapter(images)
-        except (StepRefused, ValueError) as error:
-            self._refuse(str(error))
-            return
-        report = self._adapter.report
-        assert report is not None
-        if not report.stepped:
-            self._refuse(report.reason) if report.refused else self._skip(report.reason)
-            return
-        with self._lock:
-            self._versions += 1
-            version = self._versions
-        self._good = _copy(self._adapter.state())
-        self._show(version, self._good)
-        with self._lock:
-            self._steps["accepted"] += 1
-            entropy = float(losses.entropy(logits).mean())
-            self._telemetry.record(
-                "accepted", version, f"adapted to {len(images)} images", alignment=alignment, entropy=entropy,
-                loss=report.loss,
-            )  # fmt: skip
-            self._snapshots.append({"version": version, "time": time.time(), "alignment": alignment})
-            del self._snapshots[: -self.config.history]
+    def _note(self, outcome: Outcome) -> None:
+        self._steps[outcome.kind] += 1
+        figures = {name: status.finite(value) for name, value in outcome.figures.items()}
+        self._telemetry.record(outcome.kind, self._version, outcome.text, **figures)
+        worse = outcome.kind in ("refused", "rolled_back")
+        self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
+        for camera in self._cameras:
+            if outcome.kind == "rolled_back":
+                camera.gain = None
+            camera.gain = outcome.gains.get(camera.name, camera.gain)
+            camera.source_features.extend(outcome.source_features.get(camera.name, ()))
+            camera.changed |= camera.name in outcome.source_features
 
-    def _refuse(self, why: str) -> None:
-        self._adapter.set_state(self._good)
+    def _assess(self) -> None:
+        """Brings what is known of the cameras up to date: their drift, and whether they are worth adapting to."""
         with self._lock:
-            self._steps["refused"] += 1
-            self._telemetry.record("refused", self._front.version, why)
-
-    def _skip(self, why: str) -> None:
-        with self._lock:
-            self._steps["skipped"] += 1
-            self._telemetry.record("skipped", self._front.version, why)
-
-    def _show(self, version: int, tensors: dict[str, Tensor]) -> None:
-        """Publishes: writes the copy that nobody reads, and has it change places with the other."""
-        self._back.load(version, tensors)
-        with self._lock:
-            self._front, self._back = self._back, self._front
+            self._cameras.trim()
+            changed = [camera for camera in self._cameras if camera.changed]
+            parts = []
+            for camera in changed:
+                camera.changed = False
+                kept = (camera.features, camera.source_features)
+                parts.append([torch.stack(tuple(k)) if len(k) >= FEWEST else None for k in kept])
+        for camera, (ours, source) in zip(changed, parts, strict=True):
+            yardstick = self._yardstick
+            drift = None if yardstick is None or ours is None else yardstick.drift_of(ours)
+            source_drift = None if yardstick is None or source is None else yardstick.drift_of(source)
+            with self._lock:
+                camera.drift = camera.drift if drift is None else drift
+                camera.source_drift = camera.source_drift if source_drift is None else source_drift
+                suspicion = camera.suspicion(yardstick) if self.config.guard else ""
+                if suspicion and not camera.quarantined:
+                    self._buffer.drop(camera.name)
+                camera.quarantined = suspicion
 
     def _look(self) -> None:
-        """Brings drift and series up to date."""
-        if self._yardstick is not None:
+        """Brings the figures of the whole stream up to date."""
+        self._assess()
+        with self._lock:
+            seen = [c for c in self._cameras if len(c.features) >= FEWEST]
+            ours = status.pooled([torch.stack(tuple(c.features)) for c in seen])
+            source = status.pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
+        if self._yardstick is not None and ours is not None:
+            divergences = self._yardstick.divergences(ours)
             with self._lock:
-                changed = [c for c in self._cameras if c.changed and len(c.features) >= FEWEST]
-                parts = [(camera, camera.recent_features()) for camera in changed]
-                for camera in changed:
-                    camera.changed = False
-            for camera, features in parts:
-                drift = self._yardstick.drift(self._yardstick.alignment(features), len(features))
-                with self._lock:
-                    camera.drift = drift
-            if parts:
-                every = torch.cat([features for _, features in parts])
-                every = every[torch.randperm(len(every))[:256]]
-                divergences = self._yardstick.divergences(every)
-                worst = divergences.argsort(descending=True)[:8].tolist()
-                with self._lock:
-                    self._drift["overall"] = self._yardstick.drift(float(divergences.mean()), len(every))
-                    self._groups = [
-                        {"group": g, "dims": self._yardstick.sizes[g], "divergence": float(divergences[g])}
-                        for g in worst
-                    ]
+                self._drift["overall"] = status.finite(self._yardstick.drift(float(divergences.mean()), len(ours)))
+                if source is not None:
+                    self._drift["source"] = status.finite(self._yardstick.drift_of(source))
+                self._groups = status.describe_groups(self._yardstick, divergences)
         with self._lock:
             self._telemetry.point(self._drift["overall"], self._drift["source"])
+
+    def _save_if_due(self) -> None:
+        if self._keeping.due() and self._stepping.acquire(blocking=False):
+            try:
+                self._save("saved on schedule")
+            finally:
+                self._stepping.release()
+
+    def _save(self, text: str) -> None:
+        with self._lock:
+            events, opted_out = list(self._telemetry.events), sorted(self._opted_out)
+        path = self._keeping.save(events, opted_out)
+        if path is not None:
+            with self._lock:
+                self._telemetry.record("saved", self._version, f"version {self._version} {text}: {path.name}")
+
+    def _recover(self, error: Exception) -> None:
+        """After a mistake: the adapter as it was published last, and an event that says so."""
+        with self._stepping:
+            self._adaptation.restore_good()
+        with self._lock:
+            self._patience = min(MOST_PATIENCE, 2 * self._patience)
+            self._not_before = time.monotonic() + 1.0
+            self._telemetry.record("error", self._version, f"{type(error).__name__}: {error}")
 
     def _require_adapting(self, what: str) -> None:
         if not self.config.adapt:
             raise ValueError(f"cannot {what}: the service was started with adapt=off")
-
-    def _class_name(self, number: int) -> str:
-        return str(number) if self.class_names is None else self.class_names[number]
-
-
-def check_camera(name: object) -> None:
-    if not isinstance(name, str) or not name or len(name) > LONGEST_NAME:
-        raise ValueError(f"expected a camera's name of 1 to {LONGEST_NAME} characters, but got {str(name)[:50]!r}")
-
-
-def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
