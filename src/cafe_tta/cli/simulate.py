@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cafe_tta.cli.inputs import Model
     from cafe_tta.simulate.summary import Summary, Tally
 
+HOPELESS = 20  # requests lost before any was answered
 _MODEL = "The source model, to compare with"
 
 
@@ -44,6 +45,7 @@ def simulate(
     token: Annotated[
         str | None, typer.Option(envvar="CAFE_TTA_TOKEN", help="If the server asks for one.", show_default=False)
     ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 60.0,
     blocks: Annotated[int, typer.Option(min=1, help="Rows of the table over time.")] = 10,
     data: Annotated[str, typer.Option(help="Labelled images: digits:test, a folder with class folders, …")] = "",
     corruption_preset: Annotated[
@@ -86,6 +88,7 @@ def simulate(
     together = sum(camera.rate for camera in made)
     length = duration or (images / together if images else 120.0)
     client = Client(url, token)
+    client.until_ready(wait, say)
     name = _served_model(client)
     source = _source_model(model, weights)
     _check_classes(client, name, source)
@@ -105,8 +108,13 @@ def simulate(
         )
         game = play.Play(url, name, token, Path(folder), length, period or length / 3, images_per_request, not fast)
         start = time.monotonic()
+
+        def begun() -> None:
+            nonlocal start
+            start = time.monotonic()
+
         with _watched(found, round(together * length)) as advance:
-            for record in play.play(game, made, processes, lambda: bool(stop.signal_number)):
+            for record in play.play(game, made, processes, lambda: bool(stop.signal_number) or _hopeless(found), begun):
                 found.add(record)
                 advance(record.images)
         seconds = time.monotonic() - start
@@ -187,6 +195,11 @@ def _labelled(spec: str, source: "Model") -> tuple[Any, Any]:
     if labels is None:
         raise ValueError(f"accuracy cannot be told on {imageset.name}: {reason}")
     return imageset, labels
+
+
+def _hopeless(found: "Summary") -> bool:
+    """Whether the server answers nothing at all: there is no sense in going on for minutes."""
+    return not found.overall.images and sum(found.lost.values()) >= HOPELESS
 
 
 # What is shown

@@ -3,6 +3,7 @@
 import http.client
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,10 +12,19 @@ import numpy as np
 
 LOST_AFTER = 60.0  # seconds of trying after which a request counts as lost
 LONGEST_PAUSE = 5.0
+Wait = Callable[[float], object]  # waits so many seconds; something true means: stop
 
 
 class RequestLost(RuntimeError):
     """A request that was not answered, and why."""
+
+
+class Stopped(RuntimeError):
+    """The simulation was stopped while a request waited for its next try."""
+
+
+class Away(RuntimeError):
+    """No server answers, or it is not ready yet."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Answer:
 class Client:
     """Asks one server. Not for several threads."""
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(self, url: str, token: str | None = None, *, wait: Wait = time.sleep, timeout: float = 30.0) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected --url to be like http://127.0.0.1:8080, but got {url!r}")
@@ -39,13 +49,38 @@ class Client:
         self._prefix = parts.path.rstrip("/")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port, timeout=timeout)
+        self._wait = wait
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def close(self) -> None:
         self._connection.close()
 
+    def until_ready(self, seconds: float, note: Callable[[str], None] = lambda _: None) -> None:
+        """Waits until the server can answer images; so long at most."""
+        last = time.monotonic() + seconds
+        noted = False
+        while True:
+            try:
+                self.request("/v2/health/ready")
+                return
+            except Away as error:
+                if time.monotonic() > last:
+                    raise
+                if not noted:
+                    note(f"waiting for it: {error}")
+                noted = True
+            if self._wait(0.25):
+                raise Stopped
+
     def get(self, path: str) -> Any:
         """JSON of an address of the server."""
+        try:
+            return json.loads(self.request(path))
+        except ValueError:
+            raise RuntimeError(f"{self.url}{path} did not answer with JSON; is this a server of cafe-tta?") from None
+
+    def request(self, path: str) -> bytes:
+        """What is at an address of the server."""
         try:
             self._connection.request("GET", self._prefix + path, headers=self._headers)
             response = self._connection.getresponse()
@@ -53,13 +88,12 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             why = str(error) or type(error).__name__
-            raise RuntimeError(f"no server answers at {self.url} ({why}); start one: cafe-tta serve") from error
+            raise Away(f"no server answers at {self.url} ({why}); start one: cafe-tta serve") from error
+        if response.status == 503:
+            raise Away(f"the server at {self.url} is not ready: {_reason(body)}")
         if response.status != 200:
             raise RuntimeError(f"{self.url}{path} answered {response.status}: {_reason(body)}")
-        try:
-            return json.loads(body)
-        except ValueError:
-            raise RuntimeError(f"{self.url}{path} did not answer with JSON; is this a server of cafe-tta?") from None
+        return body
 
     def classify(self, model: str, images: np.ndarray, camera: str) -> Answer:
         """Classes of uint8 images (n, H, W, 3). Tries again while the server is busy or away; raises `RequestLost`."""
@@ -95,7 +129,8 @@ class Client:
             pause = min(pause, LONGEST_PAUSE)
             if time.monotonic() + pause - first > LOST_AFTER:
                 raise RequestLost(f"given up after {LOST_AFTER:.0f} s; the last try: {why}")
-            time.sleep(pause)
+            if self._wait(pause):
+                raise Stopped
 
 
 def request(images: np.ndarray, camera: str) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cafe_tta.simulate.album import Album
-from cafe_tta.simulate.client import Client, RequestLost
+from cafe_tta.simulate.client import Client, RequestLost, Stopped
 from cafe_tta.simulate.stories import Camera, shots
 
 START_WITHIN = 300.0  # seconds that processes have to load; a busy machine is slow
@@ -48,9 +48,16 @@ class Record:
 
 
 def play(
-    play: Play, cameras: Sequence[Camera], processes: int, stopped: Callable[[], bool] = lambda: False
+    play: Play,
+    cameras: Sequence[Camera],
+    processes: int,
+    stopped: Callable[[], bool] = lambda: False,
+    begun: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
-    """Plays all cameras and gives a record for every request as it is answered. Ends when all have ended."""
+    """Plays all cameras and gives a record for every request as it is answered. Ends when all have ended.
+
+    `begun` is called when all processes are there and the clock starts; `stopped` is asked whether to end early.
+    """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     results: Any = context.Queue()
     begin, stop = context.Event(), context.Event()
@@ -60,7 +67,7 @@ def play(
     try:
         for worker in workers:
             worker.start()
-        yield from _collect(workers, results, begin, stop, stopped)
+        yield from _collect(workers, results, begin, stop, stopped, begun)
     finally:
         stop.set()
         begin.set()
@@ -72,7 +79,14 @@ def play(
                     worker.join()
 
 
-def _collect(workers: Sequence[Any], results: Any, begin: Any, stop: Any, stopped: Callable[[], bool]) -> Iterator[Any]:
+def _collect(
+    workers: Sequence[Any],
+    results: Any,
+    begin: Any,
+    stop: Any,
+    stopped: Callable[[], bool],
+    begun: Callable[[], None],
+) -> Iterator[Record]:
     loading, playing = len(workers), len(workers)
     deadline = time.monotonic() + START_WITHIN
     while playing:
@@ -83,7 +97,9 @@ def _collect(workers: Sequence[Any], results: Any, begin: Any, stop: Any, stoppe
             found = results.get(timeout=0.2)
         except queue.Empty:
             dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
-            if dead:
+            if stop.is_set() and all(worker.exitcode is not None for worker in workers):
+                return  # a signal to the whole group ended them before they could say so
+            if dead and not stop.is_set():
                 raise RuntimeError(f"a process of the simulation ended by itself, with code {dead[0]}") from None
             if loading and time.monotonic() > deadline:
                 raise RuntimeError(f"the processes did not start within {START_WITHIN:.0f} s") from None
@@ -91,6 +107,7 @@ def _collect(workers: Sequence[Any], results: Any, begin: Any, stop: Any, stoppe
         if found == "ready":
             loading -= 1
             if not loading:
+                begun()
                 begin.set()  # all clocks start together
         elif found == "end":
             playing -= 1
@@ -143,7 +160,7 @@ class _Outbox:
 
 
 def _camera(play: Play, number: int, camera: Camera, album: Album, start: float, stop: Any, outbox: _Outbox) -> None:
-    client = Client(play.url, play.token)
+    client = Client(play.url, play.token, wait=stop.wait)
     for shot in shots(
         camera,
         duration=play.duration,
@@ -159,6 +176,8 @@ def _camera(play: Play, number: int, camera: Camera, album: Album, start: float,
         asked = Record(number, shot.time, len(labels), right, served=0, seconds=0.0)
         try:
             answer = client.classify(play.model, album.images(shot.condition, shot.images), camera.name)
+        except Stopped:
+            break
         except RequestLost as error:
             outbox.put(replace(asked, lost=str(error)))
         except Exception as error:  # a thread that dies silently would look like a camera without images

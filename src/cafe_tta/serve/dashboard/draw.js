@@ -82,7 +82,7 @@ function powers(low, high) {
 }
 function moments(from, to, width) {
   const steps = [5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
-  const step = steps.find((s) => ((to - from) / s) * 56 <= width) || 86400;
+  const step = steps.find((s) => ((to - from) / s) * (s < 60 ? 76 : 56) <= width) || 86400;
   const found = [];
   for (let t = Math.ceil(from / step) * step; t <= to; t += step) found.push([t, clock(t, step < 60)]);
   return found;

@@ -215,8 +215,8 @@ function legend(id, items) {
 
 function timePlots(s, series, events, span) {
   const drift = s.drift || {};
-  legend("drift-legend", [[sample("first"), "adapted", figure(drift.overall)], [sample("second"), "without adapting", figure(drift.source)]]);
-  const curves = [{ key: "drift", name: "adapted", kind: "first" }, { key: "source_drift", name: "without adapting", kind: "second" }];
+  legend("drift-legend", [[sample("first"), "as answered", drift.overall], [sample("second"), "without adapting", drift.source]].map(([p, name, v]) => [p, name, known(v) ? figure(v) : null]));
+  const curves = [{ key: "drift", name: "as answered", kind: "first" }, { key: "source_drift", name: "without adapting", kind: "second" }];
   const ratio = (v) => (v >= 1 ? String(v) : v.toFixed(v < 0.25 ? 3 : 2).replace(/0+$/, ""));
   lines(byId("drift-plot"), { ...span, curves: [...curves].reverse(), points: series, height: 196, scale: "ratio", guide: { value: 1, label: "1" }, format: ratio, timeAxis: false,
     label: `Drift over time. Now ${figure(drift.overall)} adapted, ${figure(drift.source)} without adapting.` });
@@ -230,6 +230,8 @@ function timePlots(s, series, events, span) {
   lines(byId("latency-plot"), { ...span, curves: [{ key: "latency_p95_ms", name: "95 %", kind: "second", unit: " ms" }, { key: "latency_p50_ms", name: "median", kind: "first", unit: " ms" }], points: series, height: 192, format: (v) => figure(v).replace(/\.0+$/, "") + (v ? " ms" : ""),
     label: `Latency in milliseconds over time. Now ${figure(last.latency_p50_ms)} median, ${figure(last.latency_p95_ms)} for 95 %.` });
 }
+
+const MODELS = { source: "the unadapted model answers this camera: its images look like the training images, or adapting did not help it", published: "the adapted model answers this camera" };
 
 // Why nothing is learnt from a camera, where that is so.
 function away(c) {
@@ -252,6 +254,7 @@ function cameras(s) {
     const text = known(c.drift) ? figure(c.drift) : "–";
     return html("tr", {}, name,
       html("td", { title: word }, html("div", { class: "lolly " + kind }, html("b", {}, text), lolly(c.drift))),
+      html("td", { title: MODELS[c.model] }, c.model === "source" ? "source" : "adapted"),
       html("td", { class: "number", title: known(c.share) ? `${(100 * c.share).toFixed(1)} % of all images` : null }, short(c.images)),
       html("td", { class: "number" }, since(s.now - c.last_seen)));
   }));
