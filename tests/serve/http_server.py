@@ -22,7 +22,7 @@ from cafe_tta import models
 from cafe_tta.data.digits import CLASSES, load_digits
 
 PREPROCESSING = models.Preprocessing(size=32, mean=(0.3, 0.3, 0.3), std=(0.35, 0.35, 0.35))
-PATIENCE = 90.0  # seconds: on a machine that has other things to do
+PATIENCE = 240.0  # seconds: on a machine that has other things to do
 
 
 @dataclass(frozen=True)

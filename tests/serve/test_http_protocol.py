@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from .http_server import PREPROCESSING, Files, Server, digits, make_files, png
+from .http_server import PATIENCE, PREPROCESSING, Files, Server, digits, make_files, png
 
 INFER = "/v2/models/small/infer"
 
@@ -34,7 +34,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def tritonclient(server):
-    with triton.InferenceServerClient(server.address, network_timeout=90, connection_timeout=90) as client:
+    with triton.InferenceServerClient(server.address, network_timeout=PATIENCE, connection_timeout=PATIENCE) as client:
         yield client
 
 
@@ -101,7 +101,9 @@ def test_without_chosen_outputs_all_come_and_probabilities_are_softmax(tritoncli
     answer = tritonclient.infer("small", [tensor(pixels)], model_version="1")
     logits = files.logits(pixels)
     powers = np.exp(logits - logits.max(1, keepdims=True))
-    np.testing.assert_allclose(answer.as_numpy("probability"), (powers / powers.sum(1, keepdims=True)).max(1), atol=1e-4)
+    np.testing.assert_allclose(
+        answer.as_numpy("probability"), (powers / powers.sum(1, keepdims=True)).max(1), atol=1e-4
+    )
     assert {output["name"] for output in answer.get_response()["outputs"]} == {"logits", "label", "probability"}
 
 
@@ -119,7 +121,7 @@ def test_classification_tells_the_best_classes(tritonclient, files):
 
 def test_asynchronous_requests_of_tritonclient_get_their_own_answers(server, files):
     pixels = digits(12)
-    with triton.InferenceServerClient(server.address, concurrency=6, network_timeout=90) as client:
+    with triton.InferenceServerClient(server.address, concurrency=6, network_timeout=PATIENCE) as client:
         pending = [client.async_infer("small", [tensor(pixels[i : i + 1])], request_id=str(i)) for i in range(12)]
         answers = [one.get_result() for one in pending]
     assert [answer.get_response()["id"] for answer in answers] == [str(i) for i in range(12)]
@@ -129,7 +131,9 @@ def test_asynchronous_requests_of_tritonclient_get_their_own_answers(server, fil
 
 def test_images_of_any_size_are_fitted_and_turned_upright(client, files):
     large = np.kron(digits(1)[0], np.ones((3, 2, 1), np.uint8))  # 96 x 64
-    exif = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00"
+    exif = (
+        b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00"
+    )
     turned = png(np.rot90(large).copy(), "PNG", exif=exif)  # to be shown turned by a quarter, clockwise
     data = [base64.b64encode(content).decode() for content in (png(large), turned)]
     answer = ask(client, [{"name": "images", "datatype": "BYTES", "shape": [2], "data": data}]).json()

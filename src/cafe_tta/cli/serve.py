@@ -39,19 +39,23 @@ def _serve(config: Path | None, check: bool, **flags: Any) -> None:
     from cafe_tta.serve.settings import load_settings
 
     settings = load_settings(flags, config)
-    bound = None if check else server.bind(settings.host, settings.port)
+    if check:
+        # Without its folder of states: a running server may hold that.
+        _check(*build(settings.model_copy(update={"state": None})), settings)
+        return
+    bound = server.bind(settings.host, settings.port)
     try:
-        service, signature, facts = build(settings)
-        if bound is None:
-            _check(service, signature, settings, facts)
-            return
+        service, signature, _ = build(settings)
         server.start_logging(settings.log_level)
+        service.start()
         if settings.host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
             say("warning: anybody who reaches this address may pause and reset the model; a token prevents it")
-        server.run(lambda: App(service, signature, settings), bound, say)
+        try:
+            server.run(lambda: App(service, signature, settings), bound, say)
+        finally:
+            service.close()
     finally:
-        if bound is not None:
-            bound.close()
+        bound.close()
 
 
 def build(settings: "Settings") -> "tuple[Service, Signature, list[tuple[str, str]]]":
@@ -87,12 +91,17 @@ def build(settings: "Settings") -> "tuple[Service, Signature, list[tuple[str, st
         chosen.classes,
         max_images=settings.max_batch_size,
         max_json_bytes=min(settings.max_json_bytes, settings.max_body_bytes),
+        device=chosen.classifier.head.weight.device,
     )
+    if settings.max_body_bytes + settings.max_batch_size * signature.image_bytes > settings.max_pending_bytes:
+        raise ValueError(
+            f"one request of max_batch_size = {settings.max_batch_size} images of this model takes more memory than "
+            f"max_pending_bytes = {settings.max_pending_bytes} allows; lower the one or raise the other"
+        )
     facts = [
         ("model", f"{name} ({chosen.architecture}), {signature.num_classes} classes, {signature.preprocessing}"),
         ("method", f"{settings.method}, {config}"),
         ("statistics", "none: drift is not told" if statistics is None else f"{len(statistics.groups)} groups"),
-        ("state", "not kept" if settings.state is None else f"kept in {settings.state}"),
     ]
     return service, signature, facts
 
@@ -129,17 +138,19 @@ def _name(model: str | None) -> str:
     if model is None:
         return EMBEDDED
     word = Path(model).stem if os.path.exists(model) else model.partition(":")[2]
-    return "".join(letter if letter.isascii() and letter.isalnum() or letter in "._-" else "-" for letter in word)
+    return "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "._-" else "-" for letter in word)
 
 
-def _check(service: "Service", signature: "Signature", settings: "Settings", facts: list[tuple[str, str]]) -> None:
+def _check(service: "Service", signature: "Signature", facts: list[tuple[str, str]], settings: "Settings") -> None:
     """Answers one image, and tells what would be served."""
     size = signature.preprocessing.size
-    logits = service.probe(signature.preprocessing(np.full((1, size, size, 3), 128, np.uint8)))
+    image = signature.preprocessing(np.full((1, size, size, 3), 128, np.uint8))
+    logits = service.probe(image.to(signature.device))
     if not torch.isfinite(logits).all():
         raise ValueError("the model's answer to a grey image is not finite; are these the right weights?")
     show_facts([
         *facts,
+        ("state", "not kept" if settings.state is None else f"kept in {settings.state}"),
         ("address", f"http://{settings.host}:{settings.port}/v2/models/{signature.name}"),
         ("token", "needed to pause, resume, reset, roll back and save" if settings.token else "none"),
         ("check", "one image was answered; all is well"),
@@ -169,9 +180,7 @@ def _flags() -> dict[str, inspect.Parameter]:
             words = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
             options["metavar"] = next((words[k] for k in kinds if k in words), "TEXT")
         annotation = Annotated[kind, typer.Option(flag, **options)]
-        flags[name] = inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-        )
+        flags[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     return flags
 
 

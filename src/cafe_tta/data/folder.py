@@ -112,7 +112,7 @@ def _decode(path: Path, upright: bool) -> Images:
         return _decode_file(file, upright)
 
 
-def decode_image(content: bytes, max_pixels: int, formats: tuple[str, ...]) -> Images:
+def decode_image(content: bytes | memoryview, max_pixels: int, formats: tuple[str, ...]) -> Images:
     """The content of an image file as upright RGB pixels (H, W, 3). Its size is checked before a pixel is decoded."""
     try:
         if not content:

@@ -71,7 +71,7 @@ class Batcher:
         self._waiting = 0  # images in either queue
         self._images = 0  # images let in and not answered yet
         self._changed = asyncio.Event()
-        self._closing = False
+        self._hurried = self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._rate = 0.0  # images per second, smoothed
         self._busy_since: float | None = None
@@ -137,6 +137,11 @@ class Batcher:
             waited = time.monotonic() - work.queued
             _refuse(work, ServeError(504, f"no answer within the time-out: waited {waited:.2f} s in the queue"))
 
+    def hurry(self) -> None:
+        """Waits for no others any more: the end is near."""
+        self._hurried = True
+        self._changed.set()
+
     async def close(self) -> None:
         """Lets nobody in any more, and tells those who still wait."""
         self._closing = True
@@ -172,7 +177,7 @@ class Batcher:
             self._changed.clear()
             await self._changed.wait()
         end = min(work.queued for queue in (self._queue, self._overdue) for work in queue) + self._max_queue_delay
-        while self._waiting < self._max_batch_size:
+        while self._waiting < self._max_batch_size and not self._hurried:
             left = end - time.monotonic()
             if left <= 0:
                 break
@@ -185,16 +190,20 @@ class Batcher:
 
     def _take(self) -> list[Work]:
         """From the front of the queue, in order, as much as fits."""
-        now, batch, size = time.monotonic(), [], 0
+        now, size = time.monotonic(), 0
+        batch: list[Work] = []
         for queue in (self._queue, self._overdue):
             while queue:
                 work = queue[0]
+                late = queue is self._queue and now > work.deadline and not work.answer.done()
+                if late and self._rejects:
+                    self._too_late(work)
                 gone = work.answer.done()  # too late, or its client was cancelled
-                late = not gone and not self._rejects and queue is self._queue and now > work.deadline
-                if batch and not gone and not late and size + len(work) > self._max_batch_size:
+                delayed = late and not gone
+                if batch and not gone and not delayed and size + len(work) > self._max_batch_size:
                     break
                 queue.popleft()
-                if late:
+                if delayed:
                     self._overdue.append(work)
                     continue
                 self._waiting -= len(work)

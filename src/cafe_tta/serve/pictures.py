@@ -9,6 +9,7 @@ from cafe_tta.data.imageset import UnreadableImage
 from cafe_tta.models import Preprocessing
 from cafe_tta.serve.errors import bad_request
 from cafe_tta.serve.protocol import InferRequest
+from cafe_tta.serve.tensors import Content
 
 FORMATS = ("JPEG", "PNG")
 LARGEST = 1e6  # of preprocessed values: beyond, networks overflow
@@ -33,7 +34,7 @@ def prepare(request: InferRequest, preprocessing: Preprocessing, max_pixels: int
     return torch.from_numpy(pixels)
 
 
-def _decoded(files: tuple[bytes, ...], preprocessing: Preprocessing, max_pixels: int) -> Tensor:
+def _decoded(files: tuple[Content, ...], preprocessing: Preprocessing, max_pixels: int) -> Tensor:
     size = preprocessing.size
     images = torch.empty(len(files), 3, size, size)
     for number, content in enumerate(files):  # one after the other: only one is ever held in its full size

@@ -3,21 +3,19 @@
 https://github.com/kserve/open-inference-protocol and Triton's extensions binary_data and classification.
 """
 
-import base64
-import binascii
 import json
-import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cafe_tta.models import Preprocessing
 from cafe_tta.serve.cameras import LONGEST_NAME
 from cafe_tta.serve.errors import ServeError, bad_request
+from cafe_tta.serve.tensors import Content, Pixels, mapping, read_input, shown
 
 INPUT = "images"
 OUTPUTS = ("logits", "label", "probability")  # all of them, where a request does not choose
@@ -25,9 +23,6 @@ ON_DEMAND = ("class_name",)
 VERSION = "1"  # of the served model; the states that it adapts to are told in the answer's parameters
 CAMERA = "default"
 MAX_ID = 1024  # characters
-_ITEM_SIZES = {"UINT8": 1, "FP32": 4}
-
-Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,7 @@ class Signature:
     classes: tuple[str, ...] | None = None
     max_images: int = 128
     max_json_bytes: int = 16 * 2**20
+    device: torch.device | str = "cpu"  # where the model is
 
     def metadata(self) -> dict[str, Any]:
         """As `GET /v2/models/NAME` tells."""
@@ -67,15 +63,13 @@ class Signature:
             },
         }
 
+    @property
+    def image_bytes(self) -> int:
+        """What an image takes while it waits."""
+        return 4 * 3 * self.preprocessing.size**2
+
     def class_names(self) -> Sequence[str]:
         return self.classes or [str(number) for number in range(self.num_classes)]
-
-    def expected(self) -> str:
-        size = self.preprocessing.size
-        return (
-            f"UINT8 pixels of shape [n, height, width, 3], FP32 of shape [n, 3, {size}, {size}] (preprocessed), "
-            "or BYTES of shape [n] (JPEG or PNG files)"
-        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class InferRequest:
 
     id: str | None
     pixels: Pixels | None  # uint8 (N, H, W, 3) or float32 (N, 3, S, S)
-    files: tuple[bytes, ...]  # or JPEG and PNG files
+    files: tuple[Content, ...]  # or JPEG and PNG files
     count: int
     camera: str
     adapt: bool
@@ -132,17 +126,19 @@ def parse(body: bytearray, header_length: str | None, signature: Signature) -> I
             "send the images as binary data: a hundredth of the work",
         )
     request = _json_object(bytes(memoryview(body)[:length]))
-    parameters = _mapping(request.get("parameters"), "parameters")
+    parameters = mapping(request.get("parameters"), "parameters")
     request_id = _text(request.get("id"), "id", MAX_ID) if request.get("id") is not None else None
     tensor = _only_input(request.get("inputs"))
-    pixels, files, count = _read_input(tensor, memoryview(body)[length:], signature)
+    pixels, files, count = read_input(
+        tensor, memoryview(body)[length:], signature.preprocessing.size, signature.max_images
+    )
     camera = parameters.get("camera", CAMERA)
     camera = _text(camera, "the parameter camera", LONGEST_NAME)
     if not camera or not camera.isprintable():
         raise bad_request(f"expected the parameter camera to be a name, but got {camera!r}")
     adapt = parameters.get("adapt", True)
     if not isinstance(adapt, bool):
-        raise bad_request(f"expected the parameter adapt to be true or false, but got {_shown(adapt)}")
+        raise bad_request(f"expected the parameter adapt to be true or false, but got {shown(adapt)}")
     return InferRequest(
         request_id, pixels, files, count, camera, adapt, _timeout(parameters), _outputs(request, parameters, signature)
     )
@@ -156,7 +152,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
     except ValueError as error:  # also UnicodeDecodeError
         raise bad_request(f"expected a JSON object, but it cannot be read: {error}"[:300]) from None
     if not isinstance(found, dict):
-        raise bad_request(f"expected a JSON object with `inputs`, but got {_shown(found)}")
+        raise bad_request(f"expected a JSON object with `inputs`, but got {shown(found)}")
     return found
 
 
@@ -166,112 +162,11 @@ def _no_constant(name: str) -> float:
 
 def _only_input(inputs: Any) -> Mapping[str, Any]:
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
-        what = f"{len(inputs)} of them" if isinstance(inputs, list) else _shown(inputs)
+        what = f"{len(inputs)} of them" if isinstance(inputs, list) else shown(inputs)
         raise bad_request(f"expected `inputs` to be a list of one input, {INPUT!r}, but got {what}")
     if inputs[0].get("name") != INPUT:
-        raise bad_request(f"expected the input {INPUT!r}, but got {_shown(inputs[0].get('name'))}")
+        raise bad_request(f"expected the input {INPUT!r}, but got {shown(inputs[0].get('name'))}")
     return inputs[0]
-
-
-def _read_input(
-    tensor: Mapping[str, Any], binary: memoryview, signature: Signature
-) -> tuple[Pixels | None, tuple[bytes, ...], int]:
-    datatype, shape = tensor.get("datatype"), _shape(tensor.get("shape"))
-    _check_shape(datatype, shape, signature)
-    parameters = _mapping(tensor.get("parameters"), "parameters of the input")
-    size = parameters.get("binary_data_size")
-    if "shared_memory_region" in parameters:
-        raise bad_request("shared memory is not supported; send the images in the body")
-    if size is None:
-        if len(binary):
-            raise bad_request(f"{len(binary)} bytes follow the JSON part, but the input has no binary_data_size")
-        if "data" not in tensor:
-            raise bad_request("the input has neither `data` nor the parameter binary_data_size")
-    elif isinstance(size, bool) or not isinstance(size, int) or size != len(binary):
-        raise bad_request(
-            f"expected binary_data_size to be the number of bytes after the JSON part, {len(binary)}, "
-            f"but got {_shown(size)}"
-        )
-    elif "data" in tensor:
-        raise bad_request("expected `data` or binary_data_size, but got both")
-    count = shape[0]
-    if datatype == "BYTES":
-        files = _json_files(tensor["data"], count) if size is None else _binary_files(binary, count)
-        return None, files, count
-    if size is None:
-        return _json_pixels(tensor["data"], str(datatype), shape), (), count
-    wanted = math.prod(shape) * _ITEM_SIZES[str(datatype)]
-    if wanted != size:
-        raise bad_request(f"{datatype} of shape {shape} takes {wanted} bytes, but binary_data_size is {size}")
-    return np.frombuffer(binary, np.uint8 if datatype == "UINT8" else "<f4").reshape(shape), (), count
-
-
-def _shape(shape: Any) -> list[int]:
-    if not isinstance(shape, list) or not all(type(side) is int and 0 <= side < 2**31 for side in shape):
-        raise bad_request(f"expected `shape` to be a list of whole numbers, but got {_shown(shape)}")
-    return shape
-
-
-def _check_shape(datatype: Any, shape: list[int], signature: Signature) -> None:
-    side = signature.preprocessing.size
-    if datatype == "UINT8":
-        good = len(shape) == 4 and shape[3] == 3 and 0 not in shape[1:]
-    elif datatype == "FP32":
-        good = len(shape) == 4 and shape[1:] == [3, side, side]
-    else:
-        good = datatype == "BYTES" and (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1))
-    if not good:
-        raise bad_request(f"expected {signature.expected()}, but got {_shown(datatype)} of shape {_shown(shape)}")
-    if not 1 <= shape[0] <= signature.max_images:
-        raise bad_request(f"expected 1 to {signature.max_images} images a request (max_batch_size), but got {shape[0]}")
-
-
-def _json_pixels(data: Any, datatype: str, shape: list[int]) -> Pixels:
-    if not isinstance(data, list):
-        raise bad_request(f"expected `data` to be a list of numbers, but got {_shown(data)}")
-    try:
-        values = np.asarray(data)
-    except (ValueError, OverflowError, TypeError):
-        raise bad_request("expected `data` to be a list of numbers, or lists of equal lengths") from None
-    if values.dtype.kind not in ("iu" if datatype == "UINT8" else "iuf"):
-        wanted = "whole numbers from 0 to 255" if datatype == "UINT8" else "numbers"
-        raise bad_request(f"expected `data` of {datatype} to be {wanted}, but got others")
-    if values.size != math.prod(shape) or (values.ndim > 1 and list(values.shape) != shape):
-        raise bad_request(f"expected {math.prod(shape)} values for shape {shape}, but got {list(values.shape)}")
-    if datatype == "UINT8":
-        if values.min() < 0 or values.max() > 255:
-            raise bad_request("expected `data` of UINT8 to be whole numbers from 0 to 255, but got others")
-        return values.astype(np.uint8).reshape(shape)
-    with np.errstate(over="ignore"):  # becomes infinite, and is refused as such
-        return values.astype(np.float32).reshape(shape)
-
-
-def _json_files(data: Any, count: int) -> tuple[bytes, ...]:
-    if not isinstance(data, list) or len(data) != count or not all(isinstance(text, str) for text in data):
-        raise bad_request(f"expected `data` of BYTES to be a list of {count} texts in base64, but got {_shown(data)}")
-    try:
-        return tuple(base64.b64decode(text, validate=True) for text in data)
-    except (binascii.Error, ValueError):
-        raise bad_request("expected `data` of BYTES to be JPEG or PNG files in base64, but it is not base64") from None
-
-
-def _binary_files(binary: memoryview, count: int) -> tuple[bytes, ...]:
-    files, place = [], 0
-    for number in range(count):
-        if place + 4 > len(binary):
-            break
-        (length,) = struct.unpack_from("<I", binary, place)
-        place += 4
-        if place + length > len(binary):
-            raise bad_request(f"element {number} of the BYTES says it has {length} bytes, but fewer follow")
-        files.append(bytes(binary[place : place + length]))
-        place += length
-    if len(files) != count or place != len(binary):
-        raise bad_request(
-            f"expected {count} elements of BYTES, each a length of 4 bytes and so many bytes, but the data "
-            f"{'end too early' if len(files) != count else 'go on after them'}"
-        )
-    return tuple(files)
 
 
 def _timeout(parameters: Mapping[str, Any]) -> float | None:
@@ -288,22 +183,22 @@ def _outputs(
 ) -> tuple[RequestedOutput, ...]:
     binary = parameters.get("binary_data_output", False)
     if not isinstance(binary, bool):
-        raise bad_request(f"expected binary_data_output to be true or false, but got {_shown(binary)}")
+        raise bad_request(f"expected binary_data_output to be true or false, but got {shown(binary)}")
     outputs = request.get("outputs")
     if outputs is None or outputs == []:
         return tuple(RequestedOutput(name, binary) for name in OUTPUTS)
     if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
-        raise bad_request(f"expected `outputs` to be a list of objects with a `name`, but got {_shown(outputs)}")
+        raise bad_request(f"expected `outputs` to be a list of objects with a `name`, but got {shown(outputs)}")
     chosen = []
     for output in outputs:
         name = output.get("name")
         known = (*OUTPUTS, *ON_DEMAND)
         if name not in known:
-            raise bad_request(f"no output {_shown(name)}; choose from: {', '.join(known)}")
-        own = _mapping(output.get("parameters"), f"parameters of the output {name}")
+            raise bad_request(f"no output {shown(name)}; choose from: {', '.join(known)}")
+        own = mapping(output.get("parameters"), f"parameters of the output {name}")
         wanted, classes = own.get("binary_data", binary), own.get("classification", 0)
         if not isinstance(wanted, bool):
-            raise bad_request(f"expected binary_data to be true or false, but got {_shown(wanted)}")
+            raise bad_request(f"expected binary_data to be true or false, but got {shown(wanted)}")
         if type(classes) is not int or classes < 0 or (classes and name not in ("logits", "probability")):
             raise bad_request("expected classification to be a number of classes, of the output logits or probability")
         chosen.append(RequestedOutput(name, wanted, min(classes, signature.num_classes)))
@@ -313,20 +208,7 @@ def _outputs(
     return tuple(chosen)
 
 
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise bad_request(f"expected the {what} to be an object, but got {_shown(value)}")
-    return value
-
-
 def _text(value: Any, what: str, longest: int) -> str:
     if not isinstance(value, str) or len(value) > longest:
-        raise bad_request(f"expected {what} to be a text of at most {longest} characters, but got {_shown(value)}")
+        raise bad_request(f"expected {what} to be a text of at most {longest} characters, but got {shown(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"

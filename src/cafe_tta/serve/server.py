@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cafe_tta.serve.app import App, create_app
 from cafe_tta.serve.guarding import request_id
@@ -50,7 +51,7 @@ async def _run(make_app: Callable[[], App], bound: socket.socket, say: Callable[
     state = make_app()
     config = uvicorn.Config(
         create_app(state),
-        http="httptools",
+        http=_with_deadline(state.settings.body_timeout_seconds),
         ws="none",
         loop="asyncio",
         log_config=None,
@@ -61,6 +62,39 @@ async def _run(make_app: Callable[[], App], bound: socket.socket, say: Callable[
         server_header=False,
     )
     await _Server(config, state, say, address(bound)).serve(sockets=[bound])
+
+
+def _with_deadline(seconds: float) -> type[HttpToolsProtocol]:
+    """Connections whose headers do not arrive in time are closed: uvicorn itself would wait for ever."""
+
+    class Protocol(HttpToolsProtocol):
+        _alarm: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_headers()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._await_headers()
+
+        def on_headers_complete(self) -> None:
+            self._forget()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            self._forget()
+            self._alarm = self.loop.call_later(seconds, self.transport.close)
+
+        def _forget(self) -> None:
+            if self._alarm is not None:
+                self._alarm.cancel()
+
+    return Protocol
 
 
 class _Server(uvicorn.Server):
@@ -77,7 +111,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._say("stopping: answering what waits")
-        draining = asyncio.create_task(self._state.drain())
+        draining = asyncio.create_task(self._state.inference.drain())
         await super().shutdown(sockets)
         await draining
         self._say("stopped")

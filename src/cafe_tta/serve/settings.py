@@ -91,7 +91,7 @@ class Settings(BaseSettings):
         _QUEUE, 128, "Images that the model answers at once, and that one request may have.", ge=1, le=65536
     )
     max_queue_delay_microseconds: int = _setting(
-        _QUEUE, 1000, "How long an image waits for others to share its batch.", ge=0, le=10_000_000
+        _QUEUE, 1000, "How long an image waits for others to share its batch.", ge=0, le=60_000_000
     )
     max_queue_size: int = _setting(_QUEUE, 1024, "Images that wait at most; beyond, 429 with Retry-After.", ge=1)
     default_timeout_microseconds: int = _setting(
