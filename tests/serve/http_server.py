@@ -1,6 +1,7 @@
 """A real server process for the tests, and a small model for it to serve."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -8,12 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -36,6 +40,12 @@ class Files:
     def logits(self, pixels: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             return self.classifier(PREPROCESSING(pixels)).numpy()
+
+
+@cache
+def shared_files(factory: pytest.TempPathFactory) -> Files:
+    """The same for all modules of a test process."""
+    return make_files(factory.mktemp("model"))
 
 
 def make_files(folder: Path) -> Files:
@@ -61,6 +71,27 @@ def png(pixels: np.ndarray, format: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format, **options)
     return file.getvalue()
+
+
+def infer(client: httpx.Client, pixels: np.ndarray, request_id: str, **parameters: object) -> httpx.Response:
+    """A request with binary pixels."""
+    tensor = {"name": "images", "datatype": "UINT8", "shape": list(pixels.shape)}
+    tensor["parameters"] = {"binary_data_size": pixels.nbytes}
+    header = json.dumps({"id": request_id, "parameters": parameters, "inputs": [tensor]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(header))}
+    return client.post("/v2/models/small/infer", content=header + pixels.tobytes(), headers=headers)
+
+
+def logits(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.reshape(answer.json()["outputs"][0]["data"], (-1, 10))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.02)
 
 
 class Server:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .http_server import PATIENCE, Files, Server, digits, make_files, png
+from .http_server import PATIENCE, Files, Server, digits, png, shared_files
 
 INFER = "/v2/models/small/infer"
 TOKEN = "a-token-of-some-length"
@@ -22,7 +22,7 @@ LIMIT = 256 * 1024
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    return make_files(tmp_path_factory.mktemp("model"))
+    return shared_files(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Many clients at once, and the end of the server while they wait: each request gets one answer, its own."""
 
-import json
 import re
 import signal
 import threading
@@ -11,26 +10,12 @@ import httpx
 import numpy as np
 import pytest
 
-from .http_server import PATIENCE, Files, Server, digits, make_files
-
-INFER = "/v2/models/small/infer"
+from .http_server import PATIENCE, Files, Server, digits, infer, logits, shared_files, until
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    return make_files(tmp_path_factory.mktemp("model"))
-
-
-def send(client: httpx.Client, pixels: np.ndarray, request_id: str, camera: str = "default") -> httpx.Response:
-    tensor = {"name": "images", "datatype": "UINT8", "shape": list(pixels.shape)}
-    tensor["parameters"] = {"binary_data_size": pixels.nbytes}
-    header = json.dumps({"id": request_id, "parameters": {"camera": camera}, "inputs": [tensor]}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(header))}
-    return client.post(INFER, content=header + pixels.tobytes(), headers=headers)
-
-
-def logits(answer: httpx.Response) -> np.ndarray:
-    return np.reshape(answer.json()["outputs"][0]["data"], (-1, 10))
+    return shared_files(tmp_path_factory)
 
 
 def metric(client: httpx.Client, name: str) -> float:
@@ -38,15 +23,8 @@ def metric(client: httpx.Client, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def until(condition, what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain: {what}"
-        time.sleep(0.02)
-
-
 def test_under_overload_every_request_is_answered_once_with_its_own_answer(files):
-    clients, each = 24, 10
+    clients, each = 16, 6
     pixels = digits(clients * each * 3).reshape(clients, each, 3, 32, 32, 3)
     refused = []
     limits = ("--max-batch-size", "8", "--max-queue-size", "12", "--max-queue-delay-microseconds", "200")
@@ -57,10 +35,10 @@ def test_under_overload_every_request_is_answered_once_with_its_own_answer(files
             found = []
             with server.client() as client:
                 for k in range(each):
-                    while (answer := send(client, pixels[number, k], f"{number}-{k}")).status_code == 429:
+                    while (answer := infer(client, pixels[number, k], f"{number}-{k}")).status_code == 429:
                         assert int(answer.headers["retry-after"]) >= 1
                         refused.append(answer.json()["error"])
-                        time.sleep(0.005)  # far sooner than asked: the load is the point
+                        time.sleep(0.02)  # far sooner than asked: the load is the point
                     assert answer.status_code == 200, answer.text
                     assert answer.json()["id"] == f"{number}-{k}"
                     found.append(logits(answer))
@@ -97,11 +75,11 @@ def test_a_signal_to_end_answers_all_that_was_let_in_and_ends_soon(files):
 
         def ask(number: int) -> httpx.Response:
             with server.client() as client:
-                return send(client, pixels[number : number + 1], str(number))
+                return infer(client, pixels[number : number + 1], str(number))
 
         for _ in range(gone):  # they do not wait for their answers, and harm nobody
             with httpx.Client(base_url=server.url, timeout=1) as client, pytest.raises(httpx.ReadTimeout):
-                send(client, pixels[:2], "gone")
+                infer(client, pixels[:2], "gone")
         with ThreadPoolExecutor(waiting + 1) as threads:
             watcher = threads.submit(watch)
             answers = [threads.submit(ask, number) for number in range(waiting)]

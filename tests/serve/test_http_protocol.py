@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from .http_server import PATIENCE, PREPROCESSING, Files, Server, digits, make_files, png
+from .http_server import PATIENCE, PREPROCESSING, Files, Server, digits, png, shared_files
 
 INFER = "/v2/models/small/infer"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    return make_files(tmp_path_factory.mktemp("model"))
+    return shared_files(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

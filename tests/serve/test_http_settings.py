@@ -11,12 +11,12 @@ import pytest
 from cafe_tta.serve.config import ServiceConfig
 from cafe_tta.serve.settings import Settings, load_settings
 
-from .http_server import Files, Server, digits, make_files
+from .http_server import Files, Server, digits, shared_files
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    return make_files(tmp_path_factory.mktemp("model"))
+    return shared_files(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
