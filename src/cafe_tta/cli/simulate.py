@@ -43,7 +43,7 @@ def simulate(
     processes: Annotated[int, typer.Option(min=1, help="That the cameras are spread over.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same images.")] = 0,
     token: Annotated[
-        str | None, typer.Option(envvar="CAFE_TTA_TOKEN", help="If the server asks for one.", show_default=False)
+        str | None, typer.Option(envvar="CAFE_TTA_TOKEN", help="Bearer token, if a proxy asks for one.", show_default=False)
     ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 60.0,
     blocks: Annotated[int, typer.Option(min=1, help="Rows of the table over time.")] = 10,

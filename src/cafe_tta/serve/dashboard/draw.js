@@ -45,7 +45,7 @@ function since(seconds) {
 // How far from the training images, in a word that does not need the colour.
 function judged(drift) {
   if (!known(drift)) return { kind: "unknown", word: "too few images to say" };
-  if (drift <= 1) return { kind: "like", word: "like the training images" };
+  if (drift <= 1) return { kind: "like", word: "as in training" };
   return drift <= 2 ? { kind: "shifted", word: "shifted" } : { kind: "far", word: "far off" };
 }
 

@@ -138,13 +138,19 @@ byId("rollback").addEventListener("click", async () => {
   if (!earlier.length) return tell("There is no earlier version to go back to.", true);
   if (!(await confirmed(byId("rollback-dialog"), "rollback-version"))) return undefined;
   const version = Number(select.value);
-  return ask("rollback", { version }, (a) => `Rolled back to version ${version}${known(a.version) && a.version !== version ? `, published as ${a.version}` : ""}.`);
+  return ask("rollback", { version }, () => (version ? `Rolled back to version ${version}.` : "Rolled back to the source model."));
 });
 
-const older = () => ((latest && latest.snapshots) || []).filter((s) => s.version !== latest.version).sort((a, b) => b.version - a.version);
+// What can be gone back to: the kept snapshots, and always the source model.
+function older() {
+  if (!latest) return [];
+  const kept = (latest.snapshots || []).filter((s) => s.version !== 0).concat({ version: 0 });
+  return kept.filter((s) => s.version !== latest.version).sort((a, b) => b.version - a.version);
+}
 function describeSnapshot(s) {
+  if (s.version === 0) return "the source model, unadapted";
   const drift = known(s.alignment) ? `, alignment loss ${figure(s.alignment)}` : "";
-  return `version ${s.version}${s.version === 0 ? " (source model)" : ""}, ${clock(s.time, true)}${drift}`;
+  return `version ${s.version} of ${clock(s.time, true)}${drift}`;
 }
 
 function buttons(lost) {
