@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -42,10 +41,14 @@ class Files:
             return self.classifier(PREPROCESSING(pixels)).numpy()
 
 
-@cache
+_SHARED: list[Files] = []
+
+
 def shared_files(factory: pytest.TempPathFactory) -> Files:
     """The same for all modules of a test process."""
-    return make_files(factory.mktemp("model"))
+    if not _SHARED:
+        _SHARED.append(make_files(factory.mktemp("model")))
+    return _SHARED[0]
 
 
 def make_files(folder: Path) -> Files:

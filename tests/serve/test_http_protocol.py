@@ -163,7 +163,7 @@ def test_answers_are_packed_only_for_those_who_accept_it(client):
     packed = client.post(INFER, json={"inputs": given}, headers={"Accept-Encoding": "br, deflate"})
     assert "content-encoding" not in plain.headers
     assert packed.headers["content-encoding"] == "deflate"
-    assert packed.json() == plain.json()
+    assert packed.json()["outputs"] == plain.json()["outputs"]
 
 
 @pytest.mark.parametrize(
