@@ -13,7 +13,7 @@ from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
 from cafe_tta.serve.answering import Answers as Answers
 from cafe_tta.serve.answering import check_camera, check_request, run
-from cafe_tta.serve.buffer import Buffer
+from cafe_tta.serve.buffer import Buffer, Item
 from cafe_tta.serve.cameras import NEWCOMER, Camera, Cameras
 from cafe_tta.serve.config import ServiceConfig as ServiceConfig
 from cafe_tta.serve.keeping import Keeping
@@ -270,8 +270,12 @@ class Service:
                 self._wake.notify_all()
 
     def _enough(self) -> bool:
-        """Whether so many images have come that it is time to look, and perhaps to take a step."""
-        return self._adapting and self._buffer.arrived + self._like_source >= self.config.step_images * self._patience
+        """Whether so many images have come that it is time for a step, or to say why there is none."""
+        return self._adapting and (self._enough_to_step() or self._like_source >= self.config.step_images)
+
+    def _enough_to_step(self) -> bool:
+        wanted = self.config.step_images
+        return self._buffer.arrived >= wanted * self._patience and self._buffer.ready(wanted)
 
     def _due(self) -> bool:
         return self._enough() and time.monotonic() >= self._not_before
@@ -279,19 +283,18 @@ class Service:
     def _cycle(self) -> None:
         began = time.monotonic()
         self._assess()
+        items: list[Item] = []
         with self._lock:
             like_source, self._like_source = self._like_source, 0
-            ready = self._buffer.ready(self.config.step_images)
-            items = self._buffer.take(self.config.step_images) if ready and self._adapting else []
-            if not ready:
-                self._buffer.arrived = 0  # some of them were dropped, or are few: look again when more have come
-            held = self._buffer.held(self.config.held_images)
+            if self._adapting and self._enough_to_step():
+                items = self._buffer.take(self.config.step_images)
+                held = self._buffer.held(self.config.held_images)
         if items:
             outcome = self._adaptation.cycle(items, held)
         elif like_source:
-            outcome = Outcome("skipped", f"no step: {like_source} of the last images look like the source")
+            outcome = Outcome("skipped", f"no step: {like_source} images looked like the source")
         else:
-            outcome = Outcome("skipped", "no step: what came since the last one is not worth adapting to")
+            return  # what waited belonged to a camera that was quarantined just now
         ended = time.monotonic()
         with self._lock:
             self._note(outcome)
