@@ -5,7 +5,7 @@
 
 The embedded digits model serves good cameras, each with weather of its own, and one bad camera, which sends eight times
 as many images as a good one. It begins after a quarter of the rounds; in the third quarter the good cameras are silent
-(a night), and nothing but the bad one's images comes in; in the last quarter they are back. The service never sees a
+(a night, much longer than the days), and only the bad one's images come in; in the last quarter they are back. The service never sees a
 label; labels score its answers here, and where a camera is silent, the answers that it would get.
 """
 
@@ -25,7 +25,11 @@ from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.serve.service import Service, ServiceConfig
 
 GOOD = ("clean", "motion_blur", "snow", "frost", "brightness", "fog")
-EACH, FLOOD = 16, 8  # images a round of a good camera, and how many times as many the bad one sends
+EACH, FLOOD, NIGHT = (
+    16,
+    8,
+    32,
+)  # images a round of a good camera; how many times as many the bad one sends, and at night
 BAD = "bad"
 
 
@@ -53,25 +57,31 @@ def bad_images(world: World, random: np.random.Generator) -> dict[str, Callable[
     ones = world.prepare(world.clean[world.labels.numpy() == 3])
     few = world.images["snow"][:3]
 
-    def garbage(count: int) -> Tensor:
+    def one_class(count: int) -> Tensor:
+        """Threes, moved and lit a little differently each time."""
+        chosen = ones[torch.from_numpy(random.integers(0, len(ones), count))]
+        moved = [image.roll(tuple(random.integers(-2, 3, 2)), (1, 2)) for image in chosen]
+        return torch.stack(moved) * torch.from_numpy(random.uniform(0.8, 1.2, (count, 1, 1, 1))).float()
+
+    def mosaic(count: int) -> Tensor:
         """Random colours in blocks of random size: no two images are alike."""
         side = random.choice([1, 2, 4, 8, 16], count)
         pixels = [random.integers(0, 256, (shape[0] // s, shape[1] // s, 3)) for s in side]
         large = [np.kron(p, np.ones((s, s, 1))) for p, s in zip(pixels, side, strict=True)]
         return world.prepare(np.stack(large).astype(np.uint8))
 
-    def noisy(count: int) -> Tensor:
+    def repeated(count: int) -> Tensor:
         """Three images again and again, each time with a little noise, so that no two are the same."""
         chosen = few[torch.from_numpy(random.integers(0, len(few), count))]
         return chosen + 0.05 * torch.from_numpy(random.standard_normal(tuple(chosen.shape))).float()
 
     return {
         "none": lambda count: torch.empty(0, 3, *shape[:2]),
-        "garbage": garbage,
+        "noise": lambda count: world.prepare(random.integers(0, 256, (count, *shape), dtype=np.uint8)),
+        "mosaics": mosaic,
         "black": lambda count: world.prepare(np.zeros((count, *shape), dtype=np.uint8)),
-        "one class": lambda count: ones[torch.from_numpy(random.integers(0, len(ones), count))],
-        "repeated": lambda count: few[torch.from_numpy(random.integers(0, len(few), count))],
-        "repeated with noise": noisy,
+        "one class": one_class,
+        "repeated": repeated,
     }
 
 
@@ -93,7 +103,8 @@ def play(world: World, kind: str, guard: bool, rounds: int, seed: int) -> tuple[
                 answers = service.answer(images, [camera] * EACH, [not night] * EACH)
                 accuracy[number, place] = cafe.metrics.accuracy(answers.logits, world.labels[chosen])
             if kind != "none" and quarter > 0:
-                service.answer(make_bad(EACH * FLOOD), [BAD] * EACH * FLOOD, [True] * EACH * FLOOD)
+                count = EACH * (NIGHT if quarter == 2 else FLOOD)
+                service.answer(make_bad(count), [BAD] * count, [True] * count)
             service.settle()
         status = service.status()
     finally:
@@ -108,7 +119,7 @@ def source_accuracy(world: World) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=240)
+    parser.add_argument("--rounds", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", help="of the bad camera; all of them by default")
     parser.add_argument("--model", type=Path, default=Path("demo/source"), help="folder of the embedded model")

@@ -331,10 +331,9 @@ class Service:
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
                 camera.source_drift = camera.source_drift if source_drift is None else source_drift
-                suspicion = camera.suspicion(yardstick) if self.config.guard else ""
-                if suspicion and not camera.quarantined:
-                    self._buffer.drop(camera.name)
-                camera.quarantined = suspicion
+                camera.quarantined = camera.suspicion(yardstick) if self.config.guard else ""
+                if camera.quarantined or (self.config.gate and camera.looks_like_source):
+                    self._buffer.drop(camera.name)  # what came before that was known
 
     def _look(self) -> None:
         """Brings the figures of the whole stream up to date."""
