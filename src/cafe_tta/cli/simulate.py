@@ -43,11 +43,13 @@ def simulate(
     processes: Annotated[int, typer.Option(min=1, help="That the cameras are spread over.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same images.")] = 0,
     token: Annotated[
-        str | None, typer.Option(envvar="CAFE_TTA_TOKEN", help="Bearer token, if a proxy asks for one.", show_default=False)
+        str | None,
+        typer.Option(envvar="CAFE_TTA_TOKEN", help="Bearer token, if a proxy asks for one.", show_default=False),
     ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that the server may take to be ready.")] = 60.0,
     blocks: Annotated[int, typer.Option(min=1, help="Rows of the table over time.")] = 10,
     data: Annotated[str, typer.Option(help="Labelled images: digits:test, a folder with class folders, …")] = "",
+    pool: Annotated[int, typer.Option(min=1, help="Images that are drawn from it, and sent again and again.")] = 1024,
     corruption_preset: Annotated[
         str, typer.Option(help="Parameters of the corruptions: cifar for small images, imagenet for large ones.")
     ] = "cifar",
@@ -97,14 +99,14 @@ def simulate(
     conditions = sorted({condition for camera in made for condition in camera.story.conditions()})
     found = summary.Summary(made, length, blocks)
     with tempfile.TemporaryDirectory(prefix="cafe-tta-simulate-") as folder, StopRequest() as stop:
-        with progress("preparing images", len(imageset) * len(conditions)) as advance:
-            pool = album.make(
+        with progress("preparing images", min(pool, len(imageset)) * len(conditions)) as advance:
+            drawn = album.make(
                 Path(folder), imageset, labels, _classify(source), conditions,
-                preset=corruption_preset, seed=seed, advance=advance,
+                preset=corruption_preset, seed=seed, most=pool, advance=advance,
             )  # fmt: skip
         say(
             f"{counted(cameras, 'camera')} with {together:.0f} images a second in all, for {length:.0f} s, "
-            f"from {len(pool)} images of {imageset.name}, against {client.url}"
+            f"from {len(drawn)} images of {imageset.name}, against {client.url}"
         )
         game = play.Play(url, name, token, Path(folder), length, period or length / 3, images_per_request, not fast)
         start = time.monotonic()
@@ -123,7 +125,7 @@ def simulate(
     if output is not None:
         decided = summary.settings(
             made, url=url, seed=seed, duration=length, period=game.period, images_per_request=images_per_request,
-            data=imageset.name, model=model or "embedded digits", processes=processes, fast=fast,
+            data=imageset.name, pool=len(drawn), model=model or "embedded digits", processes=processes, fast=fast,
         )  # fmt: skip
         output.write_text(json.dumps({"settings": decided, **numbers}, indent=2) + "\n")
     if figure is not None:

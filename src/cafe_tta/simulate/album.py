@@ -47,14 +47,18 @@ def make(
     *,
     preset: str,
     seed: int,
+    most: int = 1024,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Album:
-    """Makes an album in `folder`. `classify` gives the source model's logits of uint8 images; label -1 is unknown."""
+    """Makes an album of at most `most` images in `folder`.
+
+    `classify` gives the source model's logits of uint8 images. A label of -1 is unknown: such images are left out.
+    """
     usable = np.flatnonzero(np.asarray(labels) >= 0)
     if not len(usable):
         raise ValueError(f"{imageset.name} has no labels of the model's classes; accuracy cannot be told without them")
     size = imageset.images([int(usable[0])]).nbytes
-    most = max(16, MEMORY // (size * len(conditions)))
+    most = min(most, max(16, MEMORY // (size * len(conditions))))
     pool = np.sort(np.random.default_rng(seed).permutation(usable)[:most])
     clean = np.concatenate([imageset.images([int(i)]) for i in pool])
     np.save(folder / "labels.npy", np.asarray(labels)[pool])
