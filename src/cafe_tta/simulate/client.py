@@ -12,6 +12,7 @@ import numpy as np
 
 LOST_AFTER = 60.0  # seconds of trying after which a request counts as lost
 LONGEST_PAUSE = 5.0
+BUSY = (502, 503, 504)  # the server is starting or stopping, or a proxy before it has lost it
 Wait = Callable[[float], object]  # waits so many seconds; something true means: stop
 
 
@@ -34,7 +35,7 @@ class Answer:
     labels: np.ndarray
     seconds: float  # of the try that was answered
     version: int | None  # of the model that answered
-    busy: int  # times that the server said it was busy (429, 503)
+    busy: int  # times that the server said it was busy (429), or was away for a moment
     broken: int  # times that the connection broke
 
 
@@ -89,7 +90,7 @@ class Client:
             self._connection.close()
             why = str(error) or type(error).__name__
             raise Away(f"no server answers at {self.url} ({why}); start one: cafe-tta serve") from error
-        if response.status == 503:
+        if response.status in BUSY:
             raise Away(f"the server at {self.url} is not ready: {_reason(body)}")
         if response.status != 200:
             raise RuntimeError(f"{self.url}{path} answered {response.status}: {_reason(body)}")
@@ -122,7 +123,7 @@ class Client:
                         raise RequestLost(f"{len(images)} images were sent, but {len(labels)} answers came")
                     return Answer(labels, time.monotonic() - start, version, busy, broken)
                 why = f"{response.status}: {_reason(answer)}"
-                if response.status not in (429, 503):
+                if response.status != 429 and response.status not in BUSY:
                     raise RequestLost(why)
                 busy += 1
                 pause = _seconds(response.getheader("Retry-After"))

@@ -219,6 +219,9 @@ function legend(id, items) {
   byId(id).replaceChildren(...items.map(([picture, name, value]) => html("li", {}, picture, name, value === null ? null : html("b", {}, value))));
 }
 
+const plain = (v) => figure(v).replace(/\.0+$|(\.\d*?)0+$/, "$1");
+const milliseconds = (v) => (v >= 1000 ? plain(v / 1000) + " s" : v ? whole.format(v) + " ms" : "0");
+
 function timePlots(s, series, events, span) {
   const drift = s.drift || {};
   legend("drift-legend", [[sample("first"), "as answered", drift.overall], [sample("second"), "without adapting", drift.source]].map(([p, name, v]) => [p, name, known(v) ? figure(v) : null]));
@@ -233,7 +236,7 @@ function timePlots(s, series, events, span) {
   lines(byId("rate-plot"), { ...span, curves: [{ key: "images_per_second", name: "images a second", kind: "first" }], points: series, height: 192, filled: true, format: short,
     label: `Images a second over time. Now ${figure(last.images_per_second)}.` });
   legend("latency-legend", [[sample("first"), "median", null], [sample("second"), "95 %", null]]);
-  lines(byId("latency-plot"), { ...span, curves: [{ key: "latency_p95_ms", name: "95 %", kind: "second", unit: " ms" }, { key: "latency_p50_ms", name: "median", kind: "first", unit: " ms" }], points: series, height: 192, format: (v) => figure(v).replace(/\.0+$/, "") + (v ? " ms" : ""),
+  lines(byId("latency-plot"), { ...span, curves: [{ key: "latency_p95_ms", name: "95 %", kind: "second", unit: " ms" }, { key: "latency_p50_ms", name: "median", kind: "first", unit: " ms" }], points: series, height: 192, format: milliseconds,
     label: `Latency in milliseconds over time. Now ${figure(last.latency_p50_ms)} median, ${figure(last.latency_p95_ms)} for 95 %.` });
 }
 
