@@ -1,17 +1,23 @@
 """Settings from a file, the environment and flags; and what the command says before it listens."""
 
+import asyncio
+import copy
 import os
 import shutil
 import socket
 import sys
 from dataclasses import fields
 
+import httpx
 import pytest
 
+from cafe_tta import models
+from cafe_tta.cli.serve import build
+from cafe_tta.serve.app import App, create_app
 from cafe_tta.serve.config import ServiceConfig
 from cafe_tta.serve.settings import Settings, load_settings
 
-from .http_server import Files, Server, digits, shared_files
+from .http_server import PREPROCESSING, Files, Server, digits, shared_files
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,34 @@ def test_what_cannot_be_served_is_one_line(files, monkeypatch, capsys, arguments
     code, out, err = command(capsys, monkeypatch, "--check", *given)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(error), err
+
+
+def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_path, capsys, monkeypatch):
+    broken = copy.deepcopy(files.classifier)
+    broken.head.weight.data.fill_(3e38)  # finite, but its answers are not
+    path = tmp_path / "small.safetensors"
+    models.save(path, broken, "cafe:digits-resnet", PREPROCESSING)
+    code, _, err = command(capsys, monkeypatch, "--check", "--model", path, "--method", "source")
+    assert (code, err.startswith("error: the model's answer to a grey image is not finite")) == (2, True)
+
+    async def ask() -> list[httpx.Response]:
+        settings = load_settings({"model": str(path), "method": "source"})
+        service, signature, _ = build(settings)
+        state = App(service, signature, settings)
+        app = create_app(state)
+        transport = httpx.ASGITransport(app)
+        async with state.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return [
+                await client.get("/v2/health/live"),
+                await client.get("/v2/health/ready"),
+                await client.get("/v2/models/small/ready"),
+                await client.post("/v2/models/small/infer", content=b"{}"),
+            ]
+
+    live, *others = asyncio.run(ask())
+    assert live.status_code == 200
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in others] == [(503, "1")] * 3
+    assert "did not answer an image" in others[0].json()["error"]
 
 
 def test_without_options_the_embedded_digits_are_served(files, tmp_path):
