@@ -14,7 +14,7 @@ def test_after_kill_9_the_server_answers_with_the_last_good_state(tmp_path, tmp_
     state = tmp_path / "state"
     settings = (
         "--model", files.model, "--stats", files.stats, "--state", state, "--save-every", "0.05", "--history", "1000",
-        "--no-guard", "--no-gate", "--step-images", "16", "--held-images", "8", "--buffer-images", "64",
+        "--no-guard", "--no-gate", "--step-images", "16", "--held-images", "16", "--buffer-images", "64",
     )  # fmt: skip
     probe = digits(8)
     stop = threading.Event()
