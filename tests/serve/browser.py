@@ -64,3 +64,8 @@ def text(driver: Any, selector: str) -> str:
 def texts(driver: Any, selector: str) -> list[str]:
     script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
     return driver.execute_script(script, selector)
+
+
+def shown(driver: Any, selector: str) -> bool:
+    """Whether an element is there and visible, in one question: the page may draw it anew between two."""
+    return driver.execute_script("return Boolean(document.querySelector(arguments[0])?.checkVisibility())", selector)

@@ -9,7 +9,7 @@ import pytest
 from cafe_tta.serve import page
 from cafe_tta.simulate.client import Client
 
-from .browser import browser, require_browser, resize, text, texts, until
+from .browser import browser, require_browser, resize, shown, text, texts, until
 from .http_server import Files, Server, digits, make_files
 
 TOKEN = "sesame-open-wide"
@@ -72,8 +72,8 @@ def test_the_page_shows_a_server_while_it_works_and_its_buttons_work(files):
 
 def check_empty(driver) -> None:
     assert "no images yet" in text(driver, "#drift-more")
-    assert driver.find_element("id", "cameras-empty").is_displayed()
-    assert driver.find_element("css selector", "#drift-plot .empty").is_displayed()
+    assert shown(driver, "#cameras-empty")
+    assert shown(driver, "#drift-plot .empty")
     assert not driver.find_element("id", "rollback").is_enabled()
 
 
