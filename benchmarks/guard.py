@@ -5,8 +5,8 @@
 
 The embedded digits model serves good cameras, each with weather of its own, and one bad camera, which sends eight times
 as many images as a good one. It begins after a quarter of the rounds; in the third quarter the good cameras are silent
-(a night, much longer than the days), and only the bad one's images come in; in the last quarter they are back. The service never sees a
-label; labels score its answers here, and where a camera is silent, the answers that it would get.
+(a night, much longer than the days), and only the bad one's images come in; in the last quarter they are back. The
+service never sees a label; labels score its answers here, and where a camera is silent, the answers it would get.
 """
 
 import argparse

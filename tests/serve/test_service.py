@@ -1,5 +1,6 @@
 """The service: answers from snapshots, adapts behind them, obeys opt-outs and operators. Real threads, real models."""
 
+import itertools
 import json
 import threading
 
@@ -87,7 +88,7 @@ def test_readers_never_see_a_mixture_of_two_snapshots(source):
         adapter(source.corrupted)
         states.append(copied(adapter.state()))
         expected.append(adapter.predict(images))
-    assert all(not torch.equal(a, b) for a, b in zip(expected, expected[1:], strict=False))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(expected))
     published = Published(adapter)
     published.show(0, states[0])
     stop, seen, wrong = threading.Event(), set(), []
@@ -347,7 +348,8 @@ def test_bad_requests_are_refused_and_leave_no_trace(source, serve):
     [
         ({"step_images": 1}, "`step_images` to be at least 2"),
         ({"buffer_images": 300}, "`buffer_images` to be at least `step_images` \\+ `held_images` = 384"),
-        ({"per_camera": 0}, "`per_camera` to be at least 1"),
+        ({"per_camera": 0}, "`per_camera` to be at least 64, or None"),
+        ({"held_images": 15}, "`held_images` to be at least 16"),
         ({"adapt_share": 0.0}, "`adapt_share` to be above 0"),
         ({"gate_margin": -1.0}, "`gate_margin` to be above 0"),
         ({"save_every": 0.0}, "`save_every` to be above 0"),

@@ -17,8 +17,9 @@ from cafe_tta.serve.config import ServiceConfig
 from cafe_tta.serve.guard import PANEL, Figures, Guard, all_finite, log_ratio, panels
 from cafe_tta.serve.replica import SOURCE_VERSION, Published, Replica, copied, for_answering
 from cafe_tta.serve.snapshots import History, Snapshot
-from cafe_tta.serve.yardstick import FEWEST, Yardstick
+from cafe_tta.serve.yardstick import Yardstick
 
+SAME_FEATURES = 1e-3  # a method that leaves the features as they are cannot be judged by them
 LOOK_BACK = 3  # earlier snapshots that are tried before the source model when the published one got worse
 
 
@@ -70,7 +71,7 @@ class Adaptation:
 
     def cycle(self, items: list[Item], held_items: list[Item]) -> Outcome:
         """A step on some images, if there is need for one and it does no harm."""
-        guarded = self.config.guard and len(held_items) >= PANEL
+        guarded = self.config.guard and bool(held_items)
         held = _Held(held_items, self.guard, self.source) if guarded else None
         if held is None:
             images = torch.stack([item.image for item in items])
@@ -187,7 +188,9 @@ class Adaptation:
             rows.setdefault(item.camera, []).append(i)
         gains = {}
         for camera, places in rows.items():
-            if len(places) >= FEWEST:
+            if len(places) >= PANEL // 2:
                 ours = self.yardstick.alignment(features[places])
-                gains[camera] = log_ratio([ours], [self.yardstick.alignment(held.source_features[places])])
+                gain = log_ratio([ours], [self.yardstick.alignment(held.source_features[places])])
+                if abs(gain) > SAME_FEATURES:
+                    gains[camera] = gain
         return gains

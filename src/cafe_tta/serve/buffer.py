@@ -104,10 +104,8 @@ class Buffer:
         """Images that are never adapted to, of all cameras alike."""
         return self._draw(count, lambda place: place.held)
 
-    @property
-    def last_number(self) -> int:
-        """Of the image that came last."""
-        return self._number
+    def num_held(self) -> int:
+        return sum(len(place.held) for place in self._places.values())
 
     def drop(self, camera: str) -> None:
         """Forgets the images of a camera."""

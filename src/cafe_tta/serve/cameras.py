@@ -3,6 +3,7 @@
 Bounded in every direction, whatever names clients invent.
 """
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ LONGEST_NAME = 256
 NEWCOMER = 16  # images: cameras that have sent fewer share one place in the buffer
 ONE_CLASS, SURE = 0.97, 0.95  # share of one class, and mean confidence, of a camera that shows a single thing
 SAME = 0.01  # dispersion of the features of a camera that shows one image again and again
+CLEAR_GAIN = math.log(1.25)  # a camera's alignment must fall so far, or the source model goes on answering it
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is kept out
 
 
@@ -39,7 +41,7 @@ class Camera:
     changed: bool = False  # since it was assessed
     drift: float | None = None
     source_drift: float | None = None
-    gain: float | None = None  # log of the published model's alignment over the source's, on images held back
+    gain: float | None = None  # log of the published model's alignment over the source's: below 0 is better
     quarantined: str = ""  # why nothing of it is adapted to
 
     @property
@@ -49,7 +51,12 @@ class Camera:
     @property
     def wants_source(self) -> bool:
         """Whether the source model serves it at least as well as what is published."""
-        return self.looks_like_source or (self.gain is not None and self.gain > 0)
+        return self.looks_like_source or (self.gain is not None and self.gain > -CLEAR_GAIN)
+
+    def learn_gain(self, gain: float | None) -> None:
+        """Takes in another measurement of the gain; few images make it noisy."""
+        if gain is not None:
+            self.gain = gain if self.gain is None else (self.gain + gain) / 2
 
     def flaw(self, flat: bool, fingerprint: int) -> str:
         """What is wrong with an image of this camera; empty where nothing is."""

@@ -36,9 +36,11 @@ class ServiceConfig:
             f"at least `step_images` + `held_images` = {least}",
             self.buffer_images,
         )
-        _require(self.per_camera is None or self.per_camera >= 1, "per_camera", "at least 1 or None", self.per_camera)
+        # A quarter of a camera's images is held back, and snapshots are judged on 16 at least.
+        enough = self.per_camera is None or self.per_camera >= 64
+        _require(enough, "per_camera", "at least 64, or None", self.per_camera)
         _require(self.max_cameras >= 1, "max_cameras", "at least 1", self.max_cameras)
-        _require(self.held_images >= 8, "held_images", "at least 8", self.held_images)
+        _require(self.held_images >= 16, "held_images", "at least 16", self.held_images)
         _require(0 < self.adapt_share <= 1, "adapt_share", "above 0 and at most 1", self.adapt_share)
         _require(0 < self.gate_margin < math.inf, "gate_margin", "above 0 and finite", self.gate_margin)
         _require(0 < self.save_every < math.inf, "save_every", "above 0 and finite", self.save_every)

@@ -16,6 +16,7 @@ from cafe_tta.serve.answering import check_camera, check_request, run
 from cafe_tta.serve.buffer import Buffer, Item
 from cafe_tta.serve.cameras import NEWCOMER, Camera, Cameras
 from cafe_tta.serve.config import ServiceConfig as ServiceConfig
+from cafe_tta.serve.guard import PANEL
 from cafe_tta.serve.keeping import Keeping
 from cafe_tta.serve.replica import SOURCE_VERSION
 from cafe_tta.serve.screen import screen
@@ -275,7 +276,9 @@ class Service:
 
     def _enough_to_step(self) -> bool:
         wanted = self.config.step_images
-        return self._buffer.arrived >= wanted * self._patience and self._buffer.ready(wanted)
+        if self._buffer.arrived < wanted * self._patience or not self._buffer.ready(wanted):
+            return False
+        return not self.config.guard or self._buffer.num_held() >= PANEL  # else nobody could judge the step
 
     def _due(self) -> bool:
         return self._enough() and time.monotonic() >= self._not_before
@@ -310,7 +313,7 @@ class Service:
         for camera in self._cameras:
             if outcome.kind == "rolled_back":
                 camera.gain = None
-            camera.gain = outcome.gains.get(camera.name, camera.gain)
+            camera.learn_gain(outcome.gains.get(camera.name))
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 
