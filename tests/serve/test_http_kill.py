@@ -58,11 +58,13 @@ def test_after_kill_9_the_server_answers_with_the_last_good_state(tmp_path, tmp_
     assert np.abs(before - files.logits(probe)).max() > 1e-3  # it had adapted
 
     with Server(*settings) as server, server.until_ready().client() as client:
-        assert client.get("/api/status").json()["version"] >= saved
-        answer = infer(client, probe, "probe", adapt=False)
-        assert answer.json()["parameters"]["model_version"] >= saved
-        assert client.post("/api/rollback", json={"version": saved}).json()["ok"]
+        found = client.get("/api/status").json()["version"]
+        assert found >= saved
+        if found > saved:  # it was saved once more before the end came
+            rolled_back = client.post("/api/rollback", json={"version": saved}).json()
+            assert rolled_back == {"ok": True, "version": saved}
         again = infer(client, probe, "probe", adapt=False)
         assert server.stop() == 0
+    assert again.json()["parameters"]["model_version"] == saved
     np.testing.assert_allclose(logits(again), before, atol=1e-5)
     assert "Traceback" not in server.log
