@@ -62,9 +62,10 @@ def test_before_any_step_the_source_model_answers(source, serve):
 def test_shifted_images_are_adapted_to_and_published(source, serve):
     service = serve()
     images = shifted(source, 160)
-    last = send(service, images)[-1]
+    send(service, images)
     status = service.status()
-    assert status["steps"]["accepted"] >= 3 and status["version"] == status["steps"]["accepted"] == last.version
+    assert status["steps"]["accepted"] >= 3 and status["version"] == status["steps"]["accepted"]
+    assert service.answer(images[:1], ["gate"], [False]).version == status["version"]
     assert not torch.equal(service.probe(images[:8]), source.classifier(images[:8]).detach())
     assert all(answer.adapted == [True] * 8 for answer in send(service, shifted(source, 16, seed=1)))
     assert [s["version"] for s in status["snapshots"]] == list(range(1, status["version"] + 1))
@@ -156,8 +157,8 @@ def test_nobody_waits_for_a_step(source, serve):
         return answer(images)
 
     service._adaptation.adapter.answer = slow
-    images = shifted(source, 32)
-    service.answer(images, ["gate"] * 32, [True] * 32)
+    images = shifted(source, 96)
+    service.answer(images, ["gate"] * 96, [True] * 96)
     assert inside.wait(WAIT)
     for _ in range(5):
         assert service.answer(images[:2], ["gate"] * 2, [True] * 2).version == 0

@@ -183,7 +183,7 @@ def test_a_harmful_step_is_refused_and_leaves_no_trace(source, serve):
     send(service, "b", weather(48, seed=1, gain=1.5))
     status = service.status()
     assert status["steps"]["refused"] >= 1 and status["version"] == 0
-    assert "was refused" in [e for e in status["events"] if e["kind"] == "refused"][0]["text"]
+    assert "was refused" in next(e for e in status["events"] if e["kind"] == "refused")["text"]
     assert torch.equal(service.probe(images), source.classifier(images).detach())
     for name, tensor in service._adaptation.adapter.state().items():
         assert torch.equal(tensor, before[name]), name

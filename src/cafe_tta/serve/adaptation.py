@@ -41,6 +41,7 @@ class _Held:
         self.items = items
         self.images = torch.stack([item.image for item in items])
         self.panels = panels(items)
+        self.anchor: Figures | None = None
         self.new: dict[str, list[Tensor]] = {}
         unknown = [i for i, item in enumerate(items) if item.source is None]
         if unknown:
@@ -67,7 +68,9 @@ class Adaptation:
         self.history = History(config.history, int(config.history_megabytes * 2**20))
         self.highest = SOURCE_VERSION  # version that was given out
         self.good = copied(adapter.state())  # of the published snapshot, with the optimiser's memory
-        self._watched = False  # the published snapshot was not judged yet on images that came after it
+        # The best snapshot so far. Steps that are each a little worse than the one before add up; beside this one they
+        # do not stay unnoticed.
+        self.anchor = Replica(adapter)
 
     def cycle(self, items: list[Item], held_items: list[Item]) -> Outcome:
         """A step on some images, if there is need for one and it does no harm."""
@@ -97,7 +100,6 @@ class Adaptation:
         self.good = copied(self.adapter.state())
         self.published.show(version, self.good)
         self.highest = max(self.highest, version)
-        self._watched = version == SOURCE_VERSION
         if version != SOURCE_VERSION:
             self.history.add(Snapshot(version, time.time(), for_answering(self.good), alignment))
 
@@ -108,6 +110,7 @@ class Adaptation:
     def back_to_source(self) -> None:
         self.adapter.reset()
         self.publish(SOURCE_VERSION)
+        self.anchor.load(SOURCE_VERSION, self.good)
 
     def take(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from a state that was kept, refused whole where it does not fit."""
@@ -116,6 +119,7 @@ class Adaptation:
             raise ValueError("the state holds values that are NaN or infinite")
         self.adapter.set_state(copied(tensors))
         self.publish(version)
+        self.anchor.load(version, self.good)
 
     def state_meta(self) -> dict[str, Any]:
         """What says whether a saved state belongs to this adapter."""
@@ -138,6 +142,8 @@ class Adaptation:
                 return "refused", f"a step on {len(items)} images was refused: {why}", figures.summary()
         summary = figures.summary() | {"loss": report.loss}
         self.publish(self.highest + 1, summary.get("alignment"))
+        if held is not None and self.guard.better(figures, self._of_anchor(held)):
+            self.anchor.load(self.published.version, self.good)
         cameras = len({item.camera for item in items})
         text = f"adapted to {len(items)} images of {cameras} camera{'s' if cameras > 1 else ''}"
         return "accepted", text, summary
@@ -147,41 +153,53 @@ class Adaptation:
         if not all_finite(self.adapter.state()):
             return ours, "its weights are NaN or infinite"
         figures = self.guard.measure(*self.adapter.features_and_logits(held.images), held.panels)
-        why = self.guard.worse(figures, ours, "the published snapshot")
-        return figures, why or self.guard.worse(figures, held.source, "the source model")
+        for other, name in (
+            (ours, "the published snapshot"),
+            (held.source, "the source model"),
+            (self._of_anchor(held), f"version {self.anchor.version}"),
+        ):
+            if why := self.guard.worse(figures, other, name):
+                return figures, why
+        return figures, ""
 
     def _got_worse(self, held: _Held, ours: Figures) -> str:
-        """Why the published snapshot should not stay, judged on images that came after it."""
+        """Why the published snapshot should not stay, now that more images have come."""
         if self.published.version == SOURCE_VERSION:
             return ""
-        if why := self.guard.worse(ours, held.source, "the source model"):
-            return why
-        if self._watched:
-            return ""
-        self._watched = True
-        before = self.guard.measure(*self.published.previous.in_the_background(held.images), held.panels)
-        return self.guard.worse(ours, before, "the snapshot before it")
+        why = self.guard.worse(ours, held.source, "the source model")
+        return why or self.guard.worse(ours, self._of_anchor(held), f"version {self.anchor.version}")
+
+    def _of_anchor(self, held: _Held) -> Figures:
+        """How the best snapshot so far looks on these images: computed once for them."""
+        if held.anchor is None:
+            features, logits = self.anchor.in_the_background(held.images)
+            held.anchor = self.guard.measure(features, logits, held.panels)
+        return held.anchor
 
     def _step_back(self, held: _Held, ours: Figures, why: str) -> Outcome:
-        """Publishes the newest earlier snapshot that is better, or the source model."""
+        """Publishes an earlier snapshot that is better, or the source model."""
         bad = self.published.version
         self.history.forget(bad)
-        for earlier in self.history.before(bad)[:LOOK_BACK]:
+        for earlier in self._earlier(bad):
             self.adapter.set_state(copied(earlier.tensors))
             figures = self.guard.measure(*self.adapter.features_and_logits(held.images), held.panels)
-            if not self.guard.worse(figures, held.source, "the source model") and not self.guard.worse(
-                figures, ours, "the published snapshot"
-            ):
+            if not self.guard.worse(figures, held.source, "the source model") and self.guard.better(figures, ours):
                 self.publish(earlier.version, earlier.alignment)
                 text = f"rolled back from version {bad} to {earlier.version}: {why}"
-                return Outcome("rolled_back", text, figures.summary(), self._gains(held, None), held.new)
+                return Outcome("rolled_back", text, figures.summary(), {}, held.new)
         self.back_to_source()
         text = f"rolled back from version {bad} to the source model: {why}"
         return Outcome("rolled_back", text, held.source.summary(), {}, held.new)
 
-    def _gains(self, held: _Held, features: Tensor | None) -> dict[str, float]:
+    def _earlier(self, version: int) -> list[Snapshot]:
+        """Snapshots to go back to: the best one so far, then the newest."""
+        best = self.history.get(self.anchor.version)
+        newest = [snapshot for snapshot in self.history.before(version) if snapshot is not best]
+        return ([] if best is None or best.version == version else [best]) + newest[:LOOK_BACK]
+
+    def _gains(self, held: _Held, features: Tensor) -> dict[str, float]:
         """For each camera with enough images: the published model's alignment beside the source's, as a logarithm."""
-        if self.yardstick is None or features is None or self.published.version == SOURCE_VERSION:
+        if self.yardstick is None or self.published.version == SOURCE_VERSION:
             return {}
         rows: dict[str, list[int]] = {}
         for i, item in enumerate(held.items):

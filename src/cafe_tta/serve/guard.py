@@ -85,6 +85,10 @@ class Guard:
             return f"its answers have become guesses: entropy {rise:.2f} above that of {than}"
         return ""
 
+    def better(self, ours: Figures, theirs: Figures) -> bool:
+        """Whether a model that is not worse is better: nearer to the source, or, without statistics, just as good."""
+        return not ours.alignment or not theirs.alignment or log_ratio(ours.alignment, theirs.alignment) < 0
+
 
 def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median over the panels of log(ours / theirs)."""

@@ -56,7 +56,7 @@ class Replica:
 
 
 class Published:
-    """The snapshot that answers, and beside it the one before. Who asks gets one of them, never a mixture."""
+    """The snapshot that answers, and beside it a copy to write the next one to. Who asks never gets a mixture."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._front, self._back = Replica(adapter), Replica(adapter)
@@ -68,10 +68,6 @@ class Published:
     @property
     def front(self) -> Replica:
         return self._front
-
-    @property
-    def previous(self) -> Replica:
-        return self._back
 
     def show(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the copy that nobody reads, and has it change places with the other: one assignment."""
