@@ -256,7 +256,8 @@ def test_status_has_the_promised_fields_and_is_plain_json(source, serve):
     service = serve()
     send(service, shifted(source, 96))
     service.observe(8, 0.004)
-    service._look()
+    service._watch.look()
+    service._telemetry.point(1.0, 2.0)
     status = service.status()
     assert json.loads(json.dumps(status, allow_nan=False)) == status
     assert {name: type(value) for name, value in status.items()} == STATUS
@@ -312,7 +313,7 @@ def test_a_camera_that_looks_like_the_source_is_answered_by_the_source_model(sou
     for part, bad in zip(source.images[:160].split(8), shifted(source, 160).split(8), strict=True):
         service.answer(torch.cat([part, bad]), ["clean"] * 8 + ["gate"] * 8, [True] * 16)
         assert service.settle(WAIT)
-    service._assess()
+    service._watch.assess()
     images = torch.cat([source.images[:4], shifted(source, 4)])
     cameras = ["clean", "gate"] * 4
     answers = service.answer(images, cameras, [True] * 8)

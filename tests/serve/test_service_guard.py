@@ -147,7 +147,7 @@ def test_a_degenerate_camera_is_quarantined_and_still_answered(source, serve, ki
     for ours, theirs in zip(good.split(16), images.split(16), strict=True):
         send(service, "good", ours)
         taken += send(service, "bad", theirs)
-    service._assess()
+    service._watch.assess()
     assert reason in camera_of(service, "bad")["quarantined"] and camera_of(service, "good")["quarantined"] is None
     assert not any(send(service, "bad", images[:16]))
     assert "bad" not in service._buffer.sizes()
@@ -157,7 +157,7 @@ def test_a_degenerate_camera_is_quarantined_and_still_answered(source, serve, ki
     # It is let in again when it has come to its senses.
     for part in weather(160, seed=7).split(16):
         send(service, "bad", part)
-    service._assess()
+    service._watch.assess()
     assert camera_of(service, "bad")["quarantined"] is None
 
 

@@ -65,14 +65,11 @@ class Keeping:
         """Publishes the newest state that is whole and fits. One of another classifier or method is an error."""
         if self._store is None:
             return Restored()
-        saved = self._store.newest()
+        saved = next(filter(self._taken_up, self._store.readable()), None)
         problems = [f"{text}; an older state was used" for text in self._store.damaged]
         if saved is None:
             return Restored(problems=problems)
-        self._require_ours(saved)
         version = int(saved.meta["version"])
-        if version != SOURCE_VERSION:
-            self._adaptation.take(version, saved.tensors)
         self._adaptation.highest = max(self._adaptation.highest, int(saved.meta["highest"]))
         self._saved = (version, self._adaptation.highest)
         self._kept_opt_outs = list(saved.meta["opted_out"])
@@ -80,6 +77,20 @@ class Keeping:
         if saved.meta["adapter"]["config"] != self._adaptation.state_meta()["config"]:
             text += ", which was adapted with other options"
         return Restored(text, saved.meta["events"], saved.meta["opted_out"], problems)
+
+    def _taken_up(self, saved: Saved) -> bool:
+        """Publishes a saved state; False where it is whole and yet no good."""
+        self._require_ours(saved)
+        version = int(saved.meta["version"])
+        if version == SOURCE_VERSION:
+            return True
+        try:
+            self._adaptation.take(version, saved.tensors)
+        except ValueError as error:
+            assert self._store is not None
+            self._store.damaged.append(f"{saved.path}: {error}")
+            return False
+        return True
 
     def roll_back(self, version: int | None) -> int:
         """Publishes an earlier snapshot, from memory or from disk, and returns its version."""
@@ -100,9 +111,7 @@ class Keeping:
         saved = None if self._store is None else self._store.find(version)
         if saved is None:
             known = ", ".join(str(snapshot.version) for snapshot in self._adaptation.history) or "none"
-            raise ValueError(
-                f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source"
-            )
+            raise ValueError(f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source")
         self._require_ours(saved)
         self._adaptation.take(version, saved.tensors)
         return version

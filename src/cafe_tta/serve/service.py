@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter
@@ -21,7 +20,8 @@ from cafe_tta.serve.keeping import Keeping
 from cafe_tta.serve.replica import SOURCE_VERSION
 from cafe_tta.serve.screen import screen
 from cafe_tta.serve.telemetry import Telemetry
-from cafe_tta.serve.yardstick import FEWEST, Yardstick
+from cafe_tta.serve.watch import Watch
+from cafe_tta.serve.yardstick import Yardstick
 from cafe_tta.stats import SourceStats
 
 TICK = 2.0  # seconds between two points of the series
@@ -51,6 +51,7 @@ class Service:
         self._keeping = Keeping(self._adaptation, config)
         self._buffer = Buffer(config.buffer_images, config.per_camera, config.max_cameras, config.seed)
         self._cameras = Cameras(config.max_cameras, self.num_features)
+        self._watch = Watch(self._lock, self._cameras, self._buffer, config, self._yardstick)
         self._opted_out: set[str] = set()
         self._telemetry = Telemetry()
         self._paused = self._closing = self._busy = False
@@ -59,8 +60,6 @@ class Service:
         self._images = self._answered = self._adapted_images = 0
         self._like_source = 0  # images since the last step that the gate kept out
         self._steps = {"accepted": 0, "refused": 0, "rolled_back": 0, "skipped": 0}
-        self._drift: dict[str, float | None] = {"overall": None, "source": None}
-        self._groups: list[dict[str, Any]] = []
         self._patience = 1  # times as many images as a step takes must have come
         self._not_before = 0.0  # time.monotonic() of the next step at the earliest
 
@@ -151,7 +150,7 @@ class Service:
                 self._buffer.clear()
                 self._cameras.forget()
                 self._patience = 1
-                self._drift = {"overall": None, "source": None}
+                self._watch.forget()
                 self._telemetry.record("reset", SOURCE_VERSION, "reset by an operator: the source model answers")
 
     def rollback(self, version: int | None = None) -> None:
@@ -197,9 +196,9 @@ class Service:
                 "answered": self._answered,
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
-                "drift": dict(self._drift),
+                "drift": dict(self._watch.drift),
                 "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out),
-                "groups": list(self._groups),
+                "groups": list(self._watch.groups),
                 "classes": status.describe_classes(self._cameras, self.class_names),
                 "events": list(self._telemetry.events),
                 "series": list(self._telemetry.series),
@@ -262,7 +261,9 @@ class Service:
                         self._cycle()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._look()
+                    self._watch.look()
+                    with self._lock:
+                        self._telemetry.point(self._watch.drift["overall"], self._watch.drift["source"])
                     self._save_if_due()
             except Exception as error:  # whatever goes wrong here, clients are answered
                 self._recover(error)
@@ -285,7 +286,7 @@ class Service:
 
     def _cycle(self) -> None:
         began = time.monotonic()
-        self._assess()
+        self._watch.assess()
         items: list[Item] = []
         with self._lock:
             like_source, self._like_source = self._like_source, 0
@@ -316,44 +317,6 @@ class Service:
             camera.learn_gain(outcome.gains.get(camera.name))
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
-
-    def _assess(self) -> None:
-        """Brings what is known of the cameras up to date: their drift, and whether they are worth adapting to."""
-        with self._lock:
-            self._cameras.trim()
-            changed = [camera for camera in self._cameras if camera.changed]
-            parts = []
-            for camera in changed:
-                camera.changed = False
-                kept = (camera.features, camera.source_features)
-                parts.append([torch.stack(tuple(k)) if len(k) >= FEWEST else None for k in kept])
-        for camera, (ours, source) in zip(changed, parts, strict=True):
-            yardstick = self._yardstick
-            drift = None if yardstick is None or ours is None else yardstick.drift_of(ours)
-            source_drift = None if yardstick is None or source is None else yardstick.drift_of(source)
-            with self._lock:
-                camera.drift = camera.drift if drift is None else drift
-                camera.source_drift = camera.source_drift if source_drift is None else source_drift
-                camera.quarantined = camera.suspicion(yardstick) if self.config.guard else ""
-                if camera.quarantined or (self.config.gate and camera.looks_like_source):
-                    self._buffer.drop(camera.name)  # what came before that was known
-
-    def _look(self) -> None:
-        """Brings the figures of the whole stream up to date."""
-        self._assess()
-        with self._lock:
-            seen = [c for c in self._cameras if len(c.features) >= FEWEST]
-            ours = status.pooled([torch.stack(tuple(c.features)) for c in seen])
-            source = status.pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
-        if self._yardstick is not None and ours is not None:
-            divergences = self._yardstick.divergences(ours)
-            with self._lock:
-                self._drift["overall"] = status.finite(self._yardstick.drift(float(divergences.mean()), len(ours)))
-                if source is not None:
-                    self._drift["source"] = status.finite(self._yardstick.drift_of(source))
-                self._groups = status.describe_groups(self._yardstick, divergences)
-        with self._lock:
-            self._telemetry.point(self._drift["overall"], self._drift["source"])
 
     def _save_if_due(self) -> None:
         if self._keeping.due() and self._stepping.acquire(blocking=False):

@@ -108,18 +108,15 @@ class Store:
             old.unlink(missing_ok=True)
         return path
 
-    def newest(self) -> Saved | None:
-        """The newest file that is whole. Damaged ones are passed over, noted and left where they are."""
-        return next(self._readable(), None)
-
     def find(self, version: int) -> Saved | None:
         """The newest file that holds a version."""
-        return next((saved for saved in self._readable() if saved.meta.get("version") == version), None)
+        return next((saved for saved in self.readable() if saved.meta.get("version") == version), None)
 
     def close(self) -> None:
         self._lock.close()
 
-    def _readable(self) -> Iterator[Saved]:
+    def readable(self) -> Iterator[Saved]:
+        """The files that are whole, the newest first. Damaged ones are passed over, noted and left where they are."""
         for _, path in reversed(self._files()):
             try:
                 tensors, meta = storage.read(path, KIND, FORMAT)
