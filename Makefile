@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check bench format clean
+.PHONY: help setup demo test check browser bench format clean
 
 help:
 	@echo "make demo    set up, adapt an embedded model to mixed corruptions, print a table, draw a figure"
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/cafe-tta demo --output demo
 
-test: check
+test: check browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 check: $(READY)
@@ -34,6 +34,15 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The dashboard is tested in a real browser. Where it cannot be had, those tests are skipped, and say so.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive; install="apt-get install -y -qq --no-install-recommends chromium chromium-driver"; \
+		$$install >/dev/null 2>&1 || { apt-get update -qq >/dev/null 2>&1 && $$install >/dev/null 2>&1; } \
+		|| echo "note: chromium and chromium-driver could not be installed; the tests of the dashboard are skipped"; \
+	else echo "note: without chromium and chromium-driver the tests of the dashboard are skipped; on Debian: apt-get install chromium chromium-driver"; fi
 
 bench: $(READY)
 	$(BIN)/python benchmarks/steps.py
@@ -46,6 +55,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/corruptions.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py
+	$(BIN)/python benchmarks/serve.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

@@ -17,6 +17,8 @@ from cafe_tta.cli.corrupt import corrupt
 from cafe_tta.cli.demo import demo
 from cafe_tta.cli.methods import methods
 from cafe_tta.cli.report import report
+from cafe_tta.cli.serve import serve
+from cafe_tta.cli.simulate import simulate
 from cafe_tta.cli.stats import stats
 from cafe_tta.cli.train import train
 
@@ -121,6 +123,10 @@ def start(
     [bold]4. Look[/bold] at out/predictions.csv (file, class, confidence)
        and out/summary.json (what happened).
 
+    \b
+    [bold]5. Serve[/bold] it to many cameras, adapting while it answers:
+       cafe-tta serve --model model/model.safetensors --stats stats.safetensors
+
     In a hurry, all of it in two minutes, with 15 kinds of corruption: cafe-tta demo
     """
     if ctx.invoked_subcommand is None:
@@ -129,8 +135,8 @@ def start(
         raise ValueError(f"{ctx.invoked_subcommand} runs in one process; torchrun is for: {', '.join(SHARED)}")
 
 
-for command in (demo, train, stats, adapt, corrupt, bench, report, methods):
-    app.command()(command)
+for command in (demo, train, stats, adapt, serve, simulate, corrupt, bench, report, methods):
+    app.command(command.__name__)(command)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A folder of image files, flat or with a folder for each class, read one image at a time."""
 
+import io
 import json
 import os
 import threading
@@ -7,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -105,18 +106,38 @@ def read_image(path: str | os.PathLike[str], upright: bool = True) -> Images:
 
 
 def _decode(path: Path, upright: bool) -> Images:
-    from PIL import Image
-
     if path.stat().st_size == 0:
         raise ValueError("the file is empty")
     with path.open("rb") as file:
-        with _WARNINGS, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what cannot be read is reported once, by us
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
-            image: Image.Image = Image.open(file)
-            turns = _orientation(image) if upright else 1
-        image.load()
-        return np.ascontiguousarray(_turned(_rgb(image), turns))
+        return _decode_file(file, upright)
+
+
+def decode_image(content: bytes | memoryview, max_pixels: int, formats: tuple[str, ...]) -> Images:
+    """The content of an image file as upright RGB pixels (H, W, 3). Its size is checked before a pixel is decoded."""
+    try:
+        if not content:
+            raise ValueError("it is empty")
+        return _decode_file(io.BytesIO(content), True, max_pixels, formats)
+    except MemoryError as error:
+        raise UnreadableImage("too large for the memory of this machine") from error
+    except Exception as error:  # decoders meet damaged files with every kind of error there is
+        raise UnreadableImage(_reason("", error)) from error
+
+
+def _decode_file(
+    file: BinaryIO, upright: bool, max_pixels: int | None = None, formats: tuple[str, ...] | None = None
+) -> Images:
+    from PIL import Image
+
+    with _WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what cannot be read is reported once, by us
+        warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
+        image: Image.Image = Image.open(file, formats=formats)
+        turns = _orientation(image) if upright else 1
+    if max_pixels is not None and image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width} x {image.height} pixels, but at most {max_pixels:,} are allowed")
+    image.load()
+    return np.ascontiguousarray(_turned(_rgb(image), turns))
 
 
 def _orientation(image: "Image") -> int:

@@ -1,0 +1,121 @@
+"""The guard: judges a snapshot without labels, beside another one and on the same images.
+
+Images that are held back are dealt into panels by camera. A figure is compared panel by panel, and the median over the
+panels decides: what one camera sends, good or bad, cannot outvote the others.
+"""
+
+import math
+import statistics
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cafe_tta import losses
+from cafe_tta.serve.buffer import Item
+from cafe_tta.serve.yardstick import Yardstick
+
+PANEL = 16  # images of a panel at least
+WORSE_ALIGNMENT = math.log(1.1)  # a tenth above the other's is worse
+WORSE_FRECHET = math.log(1.25)  # noisier: it looks at each group's covariance without flooring it
+COLLAPSE = 0.6  # share of the other's predicted classes below which a snapshot has collapsed
+UNSURE = 0.35  # of the largest possible entropy: so far above the other's, answers have become guesses
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How a model looks on images that are held back: one number for each panel."""
+
+    alignment: tuple[float, ...]  # empty where there are no source statistics
+    frechet: tuple[float, ...]
+    entropy: tuple[float, ...]
+    classes: float  # effective number of predicted classes, over all panels
+    finite: bool
+
+    def summary(self) -> dict[str, float | None]:
+        """Medians over the panels, to be shown."""
+        if not self.finite:
+            return {}
+        parts = {"alignment": self.alignment, "frechet": self.frechet, "entropy": self.entropy}
+        return {name: statistics.median(values) if values else None for name, values in parts.items()}
+
+
+class Guard:
+    """Measures models, and says in words why one is worse than another."""
+
+    def __init__(self, yardstick: Yardstick | None, num_classes: int) -> None:
+        self._yardstick = yardstick
+        self._largest_entropy = math.log(max(2, num_classes))
+
+    def measure(self, features: Tensor, logits: Tensor, panels: Sequence[Sequence[int]]) -> Figures:
+        if not (torch.isfinite(features).all() and torch.isfinite(logits).all()):
+            return Figures((), (), (), 0.0, finite=False)
+        alignment, frechet = [], []
+        entropies = losses.entropy(logits)
+        if self._yardstick is not None:
+            for panel in panels:
+                part = features[list(panel)]
+                alignment.append(self._yardstick.alignment(part))
+                frechet.append(self._yardstick.frechet(part))
+        entropy = tuple(float(entropies[list(panel)].mean()) for panel in panels)
+        shares = torch.bincount(logits.argmax(1), minlength=logits.shape[1]).double() / len(logits)
+        classes = float(torch.exp(-(shares * shares.clamp(min=1e-12).log()).sum()))
+        finite = all(map(math.isfinite, (*alignment, *frechet, *entropy)))
+        return Figures(tuple(alignment), tuple(frechet), entropy, classes, finite)
+
+    def worse(self, ours: Figures, theirs: Figures, than: str) -> str:
+        """Why a model is worse than another on the same panels, in words; empty where it is not."""
+        if not ours.finite:
+            return "its answers are NaN or infinite"
+        if not theirs.finite:
+            return ""
+        for name, a, b, limit in (
+            ("alignment loss", ours.alignment, theirs.alignment, WORSE_ALIGNMENT),
+            ("Fréchet distance to the source", ours.frechet, theirs.frechet, WORSE_FRECHET),
+        ):
+            if a and log_ratio(a, b) > limit:
+                factor = math.exp(log_ratio(a, b))
+                return f"its {name} is {factor:.2f} times that of {than} ({statistics.median(a):.3g})"
+        if ours.classes < COLLAPSE * theirs.classes:
+            return f"it predicts {ours.classes:.1f} classes where {than} predicts {theirs.classes:.1f}: a collapse"
+        rise = statistics.median(a - b for a, b in zip(ours.entropy, theirs.entropy, strict=True))
+        if rise > UNSURE * self._largest_entropy:
+            return f"its answers have become guesses: entropy {rise:.2f} above that of {than}"
+        return ""
+
+    def better(self, ours: Figures, theirs: Figures) -> bool:
+        """Whether a model that is not worse is better: nearer to the source, or, without statistics, just as good."""
+        return not ours.alignment or not theirs.alignment or log_ratio(ours.alignment, theirs.alignment) < 0
+
+
+def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over the panels of log(ours / theirs)."""
+    return statistics.median(math.log((a + 1e-9) / (b + 1e-9)) for a, b in zip(ours, theirs, strict=True))
+
+
+def panels(items: Sequence[Item]) -> list[list[int]]:
+    """Places of the items, dealt by camera into panels of at least `PANEL`; small cameras share one."""
+    by_place: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        by_place.setdefault(item.place, []).append(i)
+    # Large ones have panels of their own; the small are put together in an order that no client chooses easily.
+    dealt = [members for members in by_place.values() if len(members) >= PANEL]
+    small = sorted((name for name in by_place if len(by_place[name]) < PANEL), key=lambda n: zlib.crc32(n.encode()))
+    pending: list[int] = []
+    for name in small:
+        pending += by_place[name]
+        if len(pending) >= PANEL:
+            dealt.append(pending)
+            pending = []
+    if pending and dealt and len(pending) < PANEL // 2:
+        dealt[-1] = dealt[-1] + pending
+    elif pending:
+        dealt.append(pending)
+    return dealt
+
+
+def all_finite(tensors: dict[str, Tensor]) -> bool:
+    """Whether every value of a state is a number."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())

@@ -1,0 +1,202 @@
+"""From a request to its answer: reading, decoding, waiting for a batch, writing. And whether that works at all."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from fastapi import Request
+from starlette.responses import Response
+from torch import Tensor
+
+from cafe_tta.serve import guarding
+from cafe_tta.serve.batcher import Batcher, Work
+from cafe_tta.serve.body import Lease, PendingBytes, pack, read_body
+from cafe_tta.serve.errors import ServeError
+from cafe_tta.serve.metrics import Metrics
+from cafe_tta.serve.pictures import prepare
+from cafe_tta.serve.protocol import VERSION, InferRequest, Result, Signature, parse
+from cafe_tta.serve.replies import reply
+from cafe_tta.serve.service import Service
+from cafe_tta.serve.settings import Settings
+
+log = logging.getLogger(__name__)
+
+QUICK = 64 * 1024  # bytes that may be parsed, or pixels prepared, on the event loop
+QUICK_NUMBERS = 4096  # that may be written there
+
+
+class Inference:
+    """Answers inference requests. Lives on one event loop, once it is open."""
+
+    def __init__(self, service: Service, signature: Signature, settings: Settings) -> None:
+        self.service, self.signature, self.settings = service, signature, settings
+        self.batcher: Batcher | None = None  # born on the event loop
+        self.warm = False  # the model has answered an image
+        self.stopping = asyncio.Event()
+        self.metrics = Metrics(service.status, lambda: 0 if self.batcher is None else self.batcher.images)
+        self.pending = PendingBytes(settings.max_pending_bytes)
+        self._active = 0  # requests that were begun and not answered
+        self._decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+        self._probing: asyncio.Future[bool] | None = None
+
+    def open(self) -> None:
+        self.batcher = Batcher(
+            self._answer,
+            max_batch_size=self.settings.max_batch_size,
+            max_queue_delay=self.settings.max_queue_delay_microseconds / 1e6,
+            max_queue_size=self.settings.max_queue_size,
+            timeout_action=self.settings.timeout_action,
+            watch=self.metrics.batch,
+        )
+        self._probing = asyncio.ensure_future(self._probe())
+
+    async def drain(self) -> None:
+        """Answers what was let in, as long as that may take; then refuses the rest."""
+        if self.stopping.is_set():
+            return
+        self.stopping.set()
+        if self.batcher is not None:
+            self.batcher.hurry()
+            end = time.monotonic() + self.settings.drain_seconds
+            while self._active and time.monotonic() < end:  # those that are still sending are let in too
+                await asyncio.sleep(0.01)
+            await self.batcher.close()
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+
+    async def infer(self, request: Request, name: str, version: str = VERSION) -> Response:
+        started = time.monotonic()
+        images, code = 0, 500
+        self._active += 1
+        try:
+            with Lease(self.pending) as lease:
+                response, images = await self._infer(request, name, version, lease, started)
+            code = 200
+            return response
+        except ServeError as error:
+            code = error.status
+            raise
+        finally:
+            self._active -= 1
+            seconds = time.monotonic() - started
+            self.metrics.answered(code, seconds, images)
+            if images:
+                self.service.observe(images, seconds)
+
+    async def _infer(
+        self, request: Request, name: str, version: str, lease: Lease, started: float
+    ) -> tuple[Response, int]:
+        settings, batcher = self.settings, self.batcher
+
+        def admit() -> None:
+            guarding.check_site(request, settings.token)
+            self.require_model(name, version)
+            if not self.warm or batcher is None:
+                raise ServeError(503, "the model is not ready yet", retry_after=1)
+            batcher.check_room()
+
+        body = await read_body(request, lease, settings.max_body_bytes, settings.body_timeout_seconds, admit)
+        assert batcher is not None
+        header = request.headers.get("inference-header-content-length")
+        quick = len(body) <= QUICK or (header is not None and len(header) <= 5)
+        parsed = (
+            parse(body, header, self.signature)
+            if quick
+            else await self._decode(lambda: parse(body, header, self.signature))
+        )
+        timeout = settings.default_timeout_microseconds / 1e6
+        if parsed.timeout is not None and settings.allow_timeout_override:
+            timeout = min(timeout, parsed.timeout)
+        with batcher.place(parsed.count):
+            lease.grow_to(len(body) + parsed.count * self.signature.image_bytes)
+
+            def make() -> Tensor:
+                return prepare(parsed, self.signature.preprocessing, settings.max_image_pixels)
+
+            images = make() if self._is_quick(parsed) else await self._decode(make)
+            left = timeout - (time.monotonic() - started)
+            result = await batcher.submit(images, parsed.camera, parsed.adapt, left)
+        accepted = request.headers.get("accept-encoding", "")
+        if parsed.count * self.signature.num_classes <= QUICK_NUMBERS:
+            return self._write(parsed, result, accepted), parsed.count
+        return await self._decode(lambda: self._write(parsed, result, accepted)), parsed.count
+
+    def _is_quick(self, request: InferRequest) -> bool:
+        """Whether its images are prepared in less time than a change of threads takes."""
+        pixels, side = request.pixels, self.signature.preprocessing.size
+        return pixels is not None and pixels.size <= QUICK and (side, side) in (pixels.shape[1:3], pixels.shape[2:])
+
+    async def _decode(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
+
+    def _write(self, request: InferRequest, result: Result, accepted: str) -> Response:
+        content, header_length = reply(request, result, self.signature)
+        content, encoding = pack(content, accepted)
+        media = "application/json" if header_length is None else "application/octet-stream"
+        headers = {} if header_length is None else {"Inference-Header-Content-Length": str(header_length)}
+        if encoding is not None:
+            headers["Content-Encoding"] = encoding
+        return Response(content, media_type=media, headers=headers)
+
+    def _answer(self, batch: Sequence[Work]) -> list[Result]:
+        """In the model's thread: a batch through the service, and to each request its own part."""
+        images = batch[0].images if len(batch) == 1 else torch.cat([work.images for work in batch])
+        images = images.to(self.signature.device)
+        cameras = [work.camera for work in batch for _ in range(len(work))]
+        answers = self.service.answer(images, cameras, [work.adapt for work in batch for _ in range(len(work))])
+        if len(answers.logits) != len(images) or not torch.isfinite(answers.logits).all():
+            raise ValueError("the model's answer to these images is not finite; are they preprocessed as it needs?")
+        probability, label = answers.logits.softmax(1).max(1)
+        results, start = [], 0
+        for work in batch:
+            part = slice(start, start + len(work))
+            start += len(work)
+            results.append(
+                Result(
+                    answers.logits[part].numpy(),
+                    label[part].numpy(),
+                    probability[part].numpy(),
+                    answers.versions[part][0],
+                    answers.drift[part][-1],
+                    any(answers.adapted[part]),
+                )
+            )
+        return results
+
+    # Whether it works
+
+    def require_model(self, name: str, version: str) -> None:
+        if name != self.signature.name:
+            raise ServeError(404, f"no model {name[:100]!r}; this server has {self.signature.name!r}")
+        if version != VERSION:
+            raise ServeError(404, f"no version {version[:40]!r} of {name!r}; there is {VERSION!r}")
+
+    async def require_ready(self) -> None:
+        if self.stopping.is_set():
+            raise ServeError(503, "the server is shutting down", retry_after=5)
+        if self.batcher is not None and self.batcher.stalled:
+            raise ServeError(503, "the model does not answer", retry_after=5)
+        if not self.warm or (self.batcher is not None and self.batcher.failing):
+            if self._probing is None or self._probing.done():
+                self._probing = asyncio.ensure_future(self._probe())
+            if not await asyncio.shield(self._probing):
+                raise ServeError(503, "the model is not ready: it did not answer an image", retry_after=1)
+
+    async def _probe(self) -> bool:
+        """Whether the model answers an image."""
+        try:
+            size = self.signature.preprocessing.size
+            image = torch.zeros(1, 3, size, size, device=self.signature.device)
+            logits = await asyncio.to_thread(self.service.probe, image)
+        except Exception:
+            log.exception("the model did not answer an image")
+            return False
+        good = bool(torch.isfinite(logits).all())
+        if good:
+            self.warm = True
+            if self.batcher is not None:
+                self.batcher.failing = False
+        return good

@@ -1,0 +1,50 @@
+"""The dashboard: one page with its style and its script inside. Nothing is built, nothing comes from elsewhere."""
+
+import base64
+import hashlib
+from functools import cache
+from importlib import resources
+
+FAVICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="8" fill="#0072b2"/>'
+    '<g fill="none" stroke="#fff" stroke-linecap="round"><path d="M4 22c5 0 5-12 9-12s4 9 8 9 4-6 7-6" '
+    'stroke-width="2.6"/><path d="M4 26h24" stroke-width="1.8" opacity=".6"/></g></svg>'
+)
+
+
+@cache
+def html() -> str:
+    """The page."""
+    return _part("page.html").replace("{{style}}", _style()).replace("{{script}}", _script())
+
+
+@cache
+def csp() -> str:
+    """The page's Content-Security-Policy: its own style and script, its own server, and nothing else at all."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": _hash(_script()),
+        "style-src": _hash(_style()),
+        "connect-src": "'self'",
+        "img-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _style() -> str:
+    return _part("style.css")
+
+
+def _script() -> str:
+    return _part("draw.js") + _part("page.js")
+
+
+def _part(name: str) -> str:
+    return (resources.files("cafe_tta.serve") / "dashboard" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,180 @@
+"""A client of the Open Inference Protocol v2 in its binary form, over one kept connection. Standard library only."""
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+LOST_AFTER = 60.0  # seconds of trying after which a request counts as lost
+LONGEST_PAUSE = 5.0
+BUSY = (502, 503, 504)  # the server is starting or stopping, or a proxy before it has lost it
+Wait = Callable[[float], object]  # waits so many seconds; something true means: stop
+
+
+class RequestLost(RuntimeError):
+    """A request that was not answered, and why."""
+
+
+class Stopped(RuntimeError):
+    """The simulation was stopped while a request waited for its next try."""
+
+
+class Away(RuntimeError):
+    """No server answers, or it is not ready yet."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The classes of some images, and how they were had."""
+
+    labels: np.ndarray
+    seconds: float  # of the try that was answered
+    version: int | None  # of the model that answered
+    busy: int  # times that the server said it was busy (429), or was away for a moment
+    broken: int  # times that the connection broke
+
+
+class Client:
+    """Asks one server. Not for several threads."""
+
+    def __init__(self, url: str, token: str | None = None, *, wait: Wait = time.sleep, timeout: float = 30.0) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"expected --url to be like http://127.0.0.1:8080, but got {url!r}")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._prefix = parts.path.rstrip("/")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=timeout)
+        self._wait = wait
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def until_ready(self, seconds: float, note: Callable[[str], None] = lambda _: None) -> None:
+        """Waits until the server can answer images; so long at most."""
+        last = time.monotonic() + seconds
+        noted = False
+        while True:
+            try:
+                self.request("/v2/health/ready")
+                return
+            except Away as error:
+                if time.monotonic() > last:
+                    raise
+                if not noted:
+                    note(f"waiting for it: {error}")
+                noted = True
+            if self._wait(0.25):
+                raise Stopped
+
+    def get(self, path: str) -> Any:
+        """JSON of an address of the server."""
+        try:
+            return json.loads(self.request(path))
+        except ValueError:
+            raise RuntimeError(f"{self.url}{path} did not answer with JSON; is this a server of cafe-tta?") from None
+
+    def request(self, path: str) -> bytes:
+        """What is at an address of the server."""
+        try:
+            self._connection.request("GET", self._prefix + path, headers=self._headers)
+            response = self._connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            why = str(error) or type(error).__name__
+            raise Away(f"no server answers at {self.url} ({why}); start one: cafe-tta serve") from error
+        if response.status in BUSY:
+            raise Away(f"the server at {self.url} is not ready: {_reason(body)}")
+        if response.status != 200:
+            raise RuntimeError(f"{self.url}{path} answered {response.status}: {_reason(body)}")
+        return body
+
+    def classify(self, model: str, images: np.ndarray, camera: str) -> Answer:
+        """Classes of uint8 images (n, H, W, 3). Tries again while the server is busy or away; raises `RequestLost`."""
+        header, body = request(images, camera)
+        headers = {
+            **self._headers,
+            "Content-Type": "application/octet-stream",
+            "Inference-Header-Content-Length": str(header),
+        }
+        busy = broken = 0
+        first = time.monotonic()
+        while True:
+            start = time.monotonic()
+            try:
+                self._connection.request("POST", f"{self._prefix}/v2/models/{model}/infer", body, headers)
+                response = self._connection.getresponse()
+                answer = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                broken += 1
+                why, pause = str(error) or type(error).__name__, 0.2 * broken
+            else:
+                if response.status == 200:
+                    labels, version = read(answer, response.getheader("Inference-Header-Content-Length"))
+                    if len(labels) != len(images):
+                        raise RequestLost(f"{len(images)} images were sent, but {len(labels)} answers came")
+                    return Answer(labels, time.monotonic() - start, version, busy, broken)
+                why = f"{response.status}: {_reason(answer)}"
+                if response.status != 429 and response.status not in BUSY:
+                    raise RequestLost(why)
+                busy += 1
+                pause = _seconds(response.getheader("Retry-After"))
+            pause = min(pause, LONGEST_PAUSE)
+            if time.monotonic() + pause - first > LOST_AFTER:
+                raise RequestLost(f"given up after {LOST_AFTER:.0f} s; the last try: {why}")
+            if self._wait(pause):
+                raise Stopped
+
+
+def request(images: np.ndarray, camera: str) -> tuple[int, bytes]:
+    """The body of an inference request, and how many bytes of it are its JSON header."""
+    pixels = np.ascontiguousarray(images, dtype=np.uint8).tobytes()
+    tensor = {
+        "name": "images",
+        "datatype": "UINT8",
+        "shape": list(images.shape),
+        "parameters": {"binary_data_size": len(pixels)},
+    }
+    asked = {"name": "label", "parameters": {"binary_data": True}}
+    header = json.dumps({"parameters": {"camera": camera}, "inputs": [tensor], "outputs": [asked]}).encode()
+    return len(header), header + pixels
+
+
+def read(body: bytes, header_length: str | None) -> tuple[np.ndarray, int | None]:
+    """Labels and model version of an answer, whether its tensors are binary or JSON."""
+    try:
+        length = len(body) if header_length is None else int(header_length)
+        header = json.loads(body[:length])
+        place = length
+        for output in header["outputs"]:
+            size = output.get("parameters", {}).get("binary_data_size")
+            if output["name"] == "label":
+                values = output["data"] if size is None else np.frombuffer(body[place : place + size], "<i8")
+                version = header.get("parameters", {}).get("model_version")
+                return np.asarray(values, np.int64).reshape(-1), None if version is None else int(version)
+            place += size or 0
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestLost(f"the answer cannot be read: {error}") from error
+    raise RequestLost("the answer has no output called `label`")
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        return max(0.01, float(retry_after or 0.2))
+    except ValueError:  # a date: nobody's clock is to be trusted
+        return 1.0

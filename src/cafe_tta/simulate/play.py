@@ -1,0 +1,197 @@
+"""The play: cameras in several processes, each at its own moments, and what came of every request."""
+
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cafe_tta.simulate.album import Album
+from cafe_tta.simulate.client import Client, RequestLost, Stopped
+from cafe_tta.simulate.stories import Camera, shots
+
+START_WITHIN = 300.0  # seconds that processes have to load; a busy machine is slow
+
+
+@dataclass(frozen=True)
+class Play:
+    """What all cameras have in common."""
+
+    url: str
+    model: str
+    token: str | None
+    album: Path
+    duration: float  # seconds
+    period: float  # seconds of one round of a story
+    images_per_request: int
+    patient: bool = True  # waits for its moments; else every camera sends as fast as it is answered
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of one request."""
+
+    camera: int
+    time: float  # when it was due, in seconds since the beginning
+    images: int
+    source: int  # images that the unadapted model names right
+    served: int  # images that the server named right
+    seconds: float  # latency
+    busy: int = 0
+    broken: int = 0
+    version: int | None = None
+    lost: str = ""  # why it was not answered
+
+
+def play(
+    play: Play,
+    cameras: Sequence[Camera],
+    processes: int,
+    stopped: Callable[[], bool] = lambda: False,
+    begun: Callable[[], None] = lambda: None,
+) -> Iterator[Record]:
+    """Plays all cameras and gives a record for every request as it is answered. Ends when all have ended.
+
+    `begun` is called when all processes are there and the clock starts; `stopped` is asked whether to end early.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
+    results: Any = context.Queue()
+    begin, stop = context.Event(), context.Event()
+    processes = min(processes, len(cameras))
+    parts = [[(n, c) for n, c in enumerate(cameras) if n % processes == rank] for rank in range(processes)]
+    workers = [context.Process(target=_work, args=(play, part, results, begin, stop), daemon=True) for part in parts]
+    try:
+        for worker in workers:
+            worker.start()
+        yield from _collect(workers, results, begin, stop, stopped, begun)
+    finally:
+        stop.set()
+        begin.set()
+        for worker in workers:
+            if worker.pid is not None:
+                worker.join(timeout=5)
+                if worker.is_alive():
+                    worker.terminate()
+                    worker.join()
+
+
+def _collect(
+    workers: Sequence[Any],
+    results: Any,
+    begin: Any,
+    stop: Any,
+    stopped: Callable[[], bool],
+    begun: Callable[[], None],
+) -> Iterator[Record]:
+    loading, playing = len(workers), len(workers)
+    deadline = time.monotonic() + START_WITHIN
+    while playing:
+        if stopped():
+            stop.set()
+            begin.set()
+        try:
+            found = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
+            if stop.is_set() and all(worker.exitcode is not None for worker in workers):
+                return  # a signal to the whole group ended them before they could say so
+            if dead and not stop.is_set():
+                raise RuntimeError(f"a process of the simulation ended by itself, with code {dead[0]}") from None
+            if loading and time.monotonic() > deadline:
+                raise RuntimeError(f"the processes did not start within {START_WITHIN:.0f} s") from None
+            continue
+        if found == "ready":
+            loading -= 1
+            if not loading:
+                begun()
+                begin.set()  # all clocks start together
+        elif found == "end":
+            playing -= 1
+        elif isinstance(found, str):
+            raise RuntimeError(found)
+        else:
+            yield from found
+
+
+def _work(play: Play, cameras: list[tuple[int, Camera]], results: Any, begin: Any, stop: Any) -> None:
+    """One process: a thread for each of its cameras, which mostly wait."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which tells us
+    try:
+        album = Album(play.album)
+        results.put("ready")
+        begin.wait()
+        start = time.monotonic()
+        outbox = _Outbox(results)
+        threads = [threading.Thread(target=_camera, args=(play, n, c, album, start, stop, outbox)) for n, c in cameras]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        outbox.flush()
+        results.put("end")
+    except Exception as error:
+        results.put(f"a process of the simulation failed: {type(error).__name__}: {error}")
+
+
+class _Outbox:
+    """Records in handfuls: a message for each would cost as much as the request."""
+
+    def __init__(self, results: Any) -> None:
+        self._results, self._lock = results, threading.Lock()
+        self._waiting: list[Record] = []
+        self._sent = time.monotonic()
+
+    def put(self, record: Record) -> None:
+        with self._lock:
+            self._waiting.append(record)
+            if time.monotonic() - self._sent < 0.2:
+                return
+        self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._results.put(self._waiting)
+            self._waiting, self._sent = [], time.monotonic()
+
+
+def _camera(play: Play, number: int, camera: Camera, album: Album, start: float, stop: Any, outbox: _Outbox) -> None:
+    client = Client(play.url, play.token, wait=stop.wait)
+    for shot in shots(
+        camera,
+        duration=play.duration,
+        period=play.period,
+        pool=len(album),
+        images_per_request=play.images_per_request,
+    ):
+        wait = start + shot.time - time.monotonic()
+        if stop.wait(wait if play.patient and wait > 0 else 0):
+            break
+        labels = album.labels[shot.images]
+        right = int((album.source[shot.condition][shot.images] == labels).sum())
+        asked = Record(number, shot.time, len(labels), right, served=0, seconds=0.0)
+        try:
+            answer = client.classify(play.model, album.images(shot.condition, shot.images), camera.name)
+        except Stopped:
+            break
+        except RequestLost as error:
+            outbox.put(replace(asked, lost=str(error)))
+        except Exception as error:  # a thread that dies silently would look like a camera without images
+            outbox.put(replace(asked, lost=f"{type(error).__name__}: {error}"))
+        else:
+            served = int((answer.labels == labels).sum())
+            outbox.put(
+                replace(
+                    asked,
+                    served=served,
+                    seconds=answer.seconds,
+                    busy=answer.busy,
+                    broken=answer.broken,
+                    version=answer.version,
+                )
+            )
+    client.close()

@@ -1,0 +1,171 @@
+"""Settings from a file, the environment and flags; and what the command says before it listens."""
+
+import asyncio
+import copy
+import os
+import shutil
+import socket
+import sys
+from dataclasses import fields
+
+import httpx
+import pytest
+
+from cafe_tta import models
+from cafe_tta.cli.serve import build
+from cafe_tta.serve.app import App, create_app
+from cafe_tta.serve.config import ServiceConfig
+from cafe_tta.serve.settings import Settings, load_settings
+
+from .http_server import PREPROCESSING, Files, Server, digits, shared_files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    return shared_files(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("CAFE_TTA_SERVE_")]:
+        monkeypatch.delenv(name)
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch):
+    config = tmp_path / "serve.toml"
+    config.write_text('port = 1\nmax_batch_size = 2\nhost = "::1"\nadapt = false\nset = ["lr=0.5", "steps=2"]\n')
+    monkeypatch.setenv("CAFE_TTA_SERVE_PORT", "3")
+    monkeypatch.setenv("CAFE_TTA_SERVE_MAX_BATCH_SIZE", "4")
+    found = load_settings({"port": "5", "stats": None}, config)
+    assert (found.port, found.max_batch_size, found.host, found.adapt) == (5, 4, "::1", False)
+    assert found.set == ["lr=0.5", "steps=2"]
+    monkeypatch.setenv("CAFE_TTA_SERVE_SET", "lr=1, answer=after")
+    assert load_settings({}, config).set == ["lr=1", "answer=after"]
+    assert load_settings({}).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "text", "error"),
+    [
+        ({"port": "70000"}, {}, "", "expected port to be at most 65535, but got '70000' (--port)"),
+        ({}, {"PORT": "http"}, "", "expected port to be a whole number, but got 'http' (CAFE_TTA_SERVE_PORT)"),
+        ({}, {"PROT": "1"}, "", "CAFE_TTA_SERVE_PROT in the environment; did you mean 'CAFE_TTA_SERVE_PORT'?"),
+        ({}, {}, "max_batchsize = 3", "'max_batchsize' in FILE; did you mean 'max_batch_size'?"),
+        ({}, {}, "max_batch_size = 0", "expected max_batch_size to be at least 1, but got 0 (FILE)"),
+        ({}, {}, "[server]\nport = 1", "no setting 'server' in FILE"),
+        ({}, {}, "port = ", "FILE is not a TOML file"),
+        ({"timeout_action": "wait"}, {}, "", "'reject' or 'delay', but got 'wait' (--timeout-action)"),
+        ({"max_queue_size": "7"}, {}, "", "expected max_queue_size to be at least max_batch_size (128)"),
+        ({"token": "s3cr3t!"}, {}, "", "expected token to be a token of at least 8 printable characters"),
+        ({}, {}, "adapt = 'perhaps'", "expected adapt to be true or false, but got 'perhaps' (FILE)"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_place(tmp_path, monkeypatch, flags, variables, text, error):
+    config = tmp_path / "serve.toml"
+    config.write_text(text)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"CAFE_TTA_SERVE_{name}", value)
+    with pytest.raises(ValueError) as caught:
+        load_settings(flags, config)
+    assert error.replace("FILE", str(config)) in str(caught.value)
+    assert "s3cr3t!" not in str(caught.value)
+
+
+def test_every_option_of_the_service_is_a_setting_with_its_default():
+    settings = Settings()
+    for field in fields(ServiceConfig):
+        if field.name != "name":
+            assert getattr(settings, field.name) == field.default, field.name
+    assert settings.service_config("gate") == ServiceConfig(name="gate")
+
+
+def command(capsys, monkeypatch, *arguments: object) -> tuple[int, str, str]:
+    """Its exit code, what it printed, and its complaints."""
+    from cafe_tta.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["cafe-tta", "serve", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    return ended.value.code, told.out, told.err
+
+
+def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, monkeypatch):
+    model = ("--model", files.model, "--stats", files.stats)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        done = command(capsys, monkeypatch, "--check", *model, "--port", port, "--set", "lr=0.01", "--name", "gate")
+        refused = command(capsys, monkeypatch, *model, "--port", port)
+    assert done[0] == 0, done
+    for text in ("cafe:digits-resnet", "lr=0.01", f"http://127.0.0.1:{port}/v2/models/gate", "all is well"):
+        assert text in done[1]
+    told = f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n"
+    assert refused == (2, "", told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--model", "MODEL"), "error: cafe needs --stats FILE; make them with: cafe-tta stats"),
+        (("--model", "MODEL", "--stats", "MODEL"), "error: "),
+        (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),
+        (("--model", "MODEL", "--stats", "STATS", "--set", "lrr=1"), "error: cafe has no option 'lrr'"),
+        (("--model", "MODEL", "--stats", "STATS", "--step-images", "1"), "error: expected `step_images`"),
+        (("--stats", "STATS"), "error: expected --model with --stats"),
+        (("--config", "missing.toml"), "error: missing.toml: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(files, monkeypatch, capsys, arguments, error):
+    paths = {"MODEL": files.model, "STATS": files.stats}
+    given = [paths.get(argument, argument) for argument in arguments]
+    code, out, err = command(capsys, monkeypatch, "--check", *given)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(error), err
+
+
+def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_path, capsys, monkeypatch):
+    broken = copy.deepcopy(files.classifier)
+    broken.head.weight.data.fill_(3e38)  # finite, but its answers are not
+    path = tmp_path / "small.safetensors"
+    models.save(path, broken, "cafe:digits-resnet", PREPROCESSING)
+    code, _, err = command(capsys, monkeypatch, "--check", "--model", path, "--method", "source")
+    assert (code, err.startswith("error: the model's answer to a grey image is not finite")) == (2, True)
+
+    async def ask() -> list[httpx.Response]:
+        settings = load_settings({"model": str(path), "method": "source"})
+        service, signature, _ = build(settings)
+        state = App(service, signature, settings)
+        app = create_app(state)
+        transport = httpx.ASGITransport(app)
+        async with state.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return [
+                await client.get("/v2/health/live"),
+                await client.get("/v2/health/ready"),
+                await client.get("/v2/models/small/ready"),
+                await client.post("/v2/models/small/infer", content=b"{}"),
+            ]
+
+    live, *others = asyncio.run(ask())
+    assert live.status_code == 200
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in others] == [(503, "1")] * 3
+    assert "did not answer an image" in others[0].json()["error"]
+
+
+def test_without_options_the_embedded_digits_are_served(files, tmp_path):
+    cache = tmp_path / "digits"
+    cache.mkdir()
+    shutil.copy(files.model, cache / "model.safetensors")  # as if it had been trained before
+    (cache / "posterior.safetensors").touch()
+    with Server(env={"CAFE_TTA_CACHE": str(tmp_path), "CAFE_TTA_SERVE_ACCESS_LOG": "yes"}) as server:
+        server.until_ready()
+        with server.client() as client:
+            pixels = digits(1)
+            given = {"name": "images", "datatype": "UINT8", "shape": [1, 32, 32, 3], "data": pixels.ravel().tolist()}
+            answer = client.post(
+                "/v2/models/digits/infer", json={"inputs": [given]}, headers={"X-Request-ID": "seen-in-the-log"}
+            )
+        assert answer.status_code == 200
+        assert answer.json()["outputs"][1]["data"] == [int(files.logits(pixels).argmax())]
+        assert server.stop() == 0
+    assert "request=seen-in-the-log POST '/v2/models/digits/infer' 200" in server.log
