@@ -12,9 +12,10 @@ from torch import nn
 import cafe_tta as cafe
 
 
-def test_registry_has_the_methods_of_the_paper():
+def test_registry_has_the_methods_of_the_paper_and_one_more():
     assert set(cafe.METHODS) == {
         "source", "adabn", "tent", "t3a", "bacs", "fr", "infomax", "cafe", "cafe-dimwise", "cafe-no-infomax", "dann",
+        "cafe-plus",  # our own
     }  # fmt: skip
     for name, kind in cafe.METHODS.items():
         assert kind.name == name

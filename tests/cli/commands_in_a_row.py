@@ -5,9 +5,15 @@ import sys
 
 from cafe_tta.cli import app
 
-for arguments in json.loads(sys.argv[1]):
-    try:
-        app(arguments)
-    except SystemExit as end:
-        if end.code:
-            raise
+
+def main() -> None:
+    for arguments in json.loads(sys.argv[1]):
+        try:
+            app(arguments)
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+if __name__ == "__main__":
+    main()
