@@ -136,5 +136,6 @@ class _Blend:
         running_mean, running_var = layer.running_mean.clone(), layer.running_var.clone()
         shape = (1, -1, *([1] * (activations.dim() - 2)))
         scale = ((running_var + layer.eps) / (var + layer.eps)).sqrt()
-        blended = (activations - mean.view(shape)) * scale.view(shape) + running_mean.view(shape)
+        shift = running_mean - mean * scale
+        blended = torch.addcmul(shift.view(shape), activations, scale.view(shape))  # one pass over the activations
         return (blended, *args[1:])
