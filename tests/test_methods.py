@@ -591,3 +591,25 @@ def test_ragged_last_batch_is_completed_from_the_batches_before_it(source, prese
     second = sum((a - b).norm() ** 2 for a, b in zip(whole, adapter.classifier.parameters(), strict=True)) ** 0.5
     assert adapter.report.stepped and adapter.report.notes["completed_groups"] == 3
     assert second < first
+
+
+@pytest.mark.parametrize("max_change", [1e-6, 1e3])
+def test_a_step_is_at_most_a_share_of_the_weights(source, max_change):
+    """A longer gradient is shortened and keeps its direction; a shorter one stays as it is."""
+    steps = []
+    for limit in (max_change, None):
+        adapter = cafe.create("cafe", source.classifier, source.needs["stats"], lr=0.1, max_change=limit)
+        before = torch.cat([p.detach().flatten().clone() for p in adapter.moving()])
+        adapter(source.corrupted)
+        steps.append(torch.cat([p.detach().flatten() for p in adapter.moving()]) - before)
+        assert ("shortened" in adapter.report.notes) == (limit == 1e-6)
+    limited, free = (step.double() for step in steps)
+    if max_change > 1:
+        assert torch.equal(limited, free)
+    else:
+        torch.testing.assert_close(
+            limited.norm() / before.double().norm(), torch.tensor(1e-6).double(), rtol=0.1, atol=0
+        )
+        assert torch.nn.functional.cosine_similarity(limited, free, dim=0) > 0.98
+    with pytest.raises(ValueError, match="expected `max_change` to be above 0 or None, but got 0"):
+        cafe.create("cafe", source.classifier, source.needs["stats"], max_change=0)

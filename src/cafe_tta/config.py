@@ -27,6 +27,7 @@ class StepConfig(AdapterConfig):
     lr: float = 1e-3  # Sec. 5.2
     momentum: float = 0.8  # Sec. 5.2
     optimizer: Literal["sgd", "adam"] = "sgd"
+    max_change: float | None = None  # a longer gradient is shortened: lr times it is at most this share of the weights
     parameters: Literal["all", "norm"] = "all"  # of the backbone: all, or the normalisation layers' weight and bias
     normalisation: Normalisation = "batch"  # what BatchNorm normalises with while adapting; the paper: batch
     blend: float = 0.5  # weight of the batch's statistics, for normalisation="blend"
@@ -44,6 +45,7 @@ class StepConfig(AdapterConfig):
         _require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1", self.momentum)
         _choose(self.optimizer, "optimizer", ("sgd", "adam"))
         _choose(self.parameters, "parameters", ("all", "norm"))
+        _require(self.max_change is None or self.max_change > 0, "max_change", "above 0 or None", self.max_change)
         _choose(self.normalisation, "normalisation", NORMALISATIONS)
         _require(0 <= self.blend <= 1, "blend", "between 0 and 1", self.blend)
         _choose(self.answer, "answer", ANSWERS)

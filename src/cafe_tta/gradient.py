@@ -105,7 +105,19 @@ class GradientAdapter(Adapter):
         self.ranks.add_gradients(self.moving())
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack(torch._foreach_norm(gradients)).norm()
-        return "" if norm < LARGEST_GRADIENT else f"the norm of its gradient is {norm.item()}"
+        if not norm < LARGEST_GRADIENT:
+            return f"the norm of its gradient is {norm.item()}"
+        if self.config.max_change is not None and self.config.lr > 0:
+            self._shorten(gradients, norm.item(), self.config.max_change)
+        return ""
+
+    def _shorten(self, gradients: list[Tensor], norm: float, max_change: float) -> None:
+        """Keeps a step within a share of the weights: far from the source, the loss may be steep beyond measure."""
+        weights = torch.stack(torch._foreach_norm([p.detach() for p in self.moving()])).norm().item()
+        longest = max_change * weights / self.config.lr
+        if norm > longest:
+            torch._foreach_mul_(gradients, longest / norm)
+            self.notes["shortened"] = longest / norm
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {

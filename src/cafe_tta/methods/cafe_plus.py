@@ -15,6 +15,7 @@ class CAFePlusConfig(CAFeConfig):
     normalisation: Normalisation = "blend"  # what BatchNorm normalises with while adapting
     blend: float = 0.25  # weight of the batch's statistics
     lr: float = 2e-3
+    max_change: float | None = 1e-3  # a step moves the weights by a thousandth of their norm at most
 
 
 class CAFePlus(CAFe):
