@@ -1,7 +1,7 @@
 """Can one bad camera drag the others down? The same server with and without its guard. Prints a table, draws a figure.
 
     python benchmarks/guard.py                                # some minutes on one core
-    python benchmarks/guard.py --rounds 80 --kinds black      # a quick look
+    python benchmarks/guard.py --rounds 40 --kinds black      # a quick look
 
 The embedded digits model serves good cameras, each with weather of its own, and one bad camera, which sends eight times
 as many images as a good one. It begins after a quarter of the rounds; in the third quarter the good cameras are silent
@@ -119,7 +119,7 @@ def source_accuracy(world: World) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", help="of the bad camera; all of them by default")
     parser.add_argument("--model", type=Path, default=Path("demo/source"), help="folder of the embedded model")
