@@ -16,7 +16,7 @@ import cafe_tta as cafe
 
 FOLDER = Path(__file__).parent
 SOURCES = Path(cafe.__file__).parents[1]
-LIMIT = 400  # seconds for a whole run, on a machine that may be busy
+LIMIT = 600  # seconds for a whole run, on a machine that may be busy
 MARK = "CAFE_TTA_TEST_RUN"
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
