@@ -293,16 +293,3 @@ def test_buckets_are_the_cheapest_cuts(widths, bucket_cost):
         for cuts in combinations(range(1, len(ordered)), count)
     )
     assert sum(len(b) * max(widths[n] for n in b) ** 2 + bucket_cost for b in buckets) == cheapest
-
-
-def test_groups_too_wide_for_any_batch_are_completed_further():
-    source = cafe.FeatureStats.from_features(correlated(600, 64, seed=1)).group(1, max_group_size=None)
-    batch = correlated(60, 64, seed=2)
-    whole = SourceGaussians(source, 1e-3)
-    moments = whole.moments(batch)
-    fits = whole.divergence(moments, samples_per_dim=1.25, at_least=100, when_too_wide=2.0).values  # 80 < 100
-    assert torch.equal(fits, whole.divergence(moments, samples_per_dim=1.25, at_least=100).values)
-    wide = whole.divergence(moments, samples_per_dim=1.25, when_too_wide=2.0).values
-    assert torch.equal(wide, whole.divergence(moments, samples_per_dim=2.0).values)
-    assert whole.samples_wanted(1.25, 60, when_too_wide=2.0) == 128
-    assert whole.samples_wanted(1.25, 100, when_too_wide=2.0) == 80

@@ -11,7 +11,6 @@ the D×D covariance of the batch is never formed. All of it is in float64, where
 beside the network's, and a float32 Cholesky of a nearly singular C does fail on real features.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,23 +132,19 @@ class SourceGaussians:
         samples_per_dim: float = 1.0,
         memory: list[Moments] | None = None,
         at_least: float = 0,
-        when_too_wide: float = 0,
     ) -> Divergence:
         """Symmetrised KL divergence of each group from the source.
 
-        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many; one that wants more than a
-        whole batch of the stream wants `when_too_wide` · d. What a batch lacks is made up from `memory`, the moments of
-        earlier batches, and the rest by samples of the source itself (mean 0, covariance I). Groups that are degenerate
-        for another reason (constant features) are completed by d + 1 samples of the source. Never fails, and never
-        gives NaN for finite features.
+        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. What a batch lacks is made
+        up from `memory`, the moments of earlier batches, and the rest by samples of the source itself (mean 0,
+        covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
+        of the source. Never fails, and never gives NaN for finite features.
         """
         values, completed = [], []
         for i, bucket in enumerate(self._buckets):
             own = total = moments[i]
             if float(own.count[0]) < max(samples_per_dim * bucket.widest, at_least):
-                batch = max(at_least, float(own.count[0]))
-                wanted = _wanted(bucket.sizes, samples_per_dim, batch, when_too_wide)
-                missing = (wanted.clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
+                missing = ((samples_per_dim * bucket.sizes).clamp(min=at_least) - own.count).clamp(min=0)  # (K,)
                 if memory is not None:
                     taken = torch.minimum(missing, memory[i].count)
                     total = merge(total, memory[i].with_count(taken))
@@ -164,10 +159,10 @@ class SourceGaussians:
             completed.append(total.count > own.count)
         return Divergence(torch.cat(values)[self._layout.order], torch.cat(completed)[self._layout.order])
 
-    def samples_wanted(self, samples_per_dim: float, batch: int, when_too_wide: float) -> int:
-        """Most samples that any group wants in a stream of batches of this size: see `divergence`."""
-        wanted = [_wanted(bucket.sizes, samples_per_dim, batch, when_too_wide).max() for bucket in self._buckets]
-        return math.ceil(max(wanted))
+    @property
+    def widest(self) -> int:
+        """Dimensions of the widest group."""
+        return max(bucket.widest for bucket in self._buckets)
 
     def pack(self, moments: list[Moments]) -> tuple[Tensor, Tensor]:
         """Moments of one batch as two plain tensors: the count, and all the rest. The inverse of `unpack`."""
@@ -242,11 +237,6 @@ def _layout(buckets: list[_Bucket], num_features: int) -> _Layout:
     places[columns[real]] = real.nonzero().squeeze(1)
     order = torch.tensor([number for bucket in buckets for number in bucket.numbers]).argsort()
     return _Layout(columns, places, order)
-
-
-def _wanted(sizes: Tensor, samples_per_dim: float, batch: float, when_too_wide: float) -> Tensor:
-    wanted = samples_per_dim * sizes
-    return torch.where(wanted > batch, max(samples_per_dim, when_too_wide) * sizes, wanted)
 
 
 def _source(like: Moments, count: Tensor) -> Moments:

@@ -4,6 +4,7 @@ Adachi, Yamaguchi, Kumagai, Covariance-aware feature alignment with pre-computed
 adaptation to multiple image corruptions, ICIP 2023. https://arxiv.org/abs/2204.13263
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,10 +18,6 @@ from cafe_tta.gate import SAMPLES_PER_DIM, Gate
 from cafe_tta.gaussians import Moments, SourceGaussians, merge
 from cafe_tta.gradient import GradientAdapter
 from cafe_tta.stats import SourceStats
-
-# Samples for each dimension of a group that no batch is large enough for. The inverse of a covariance of little more
-# than d samples is enormous, and so is the step: 1.25 have ruined a model whose groups were 800 wide.
-WHEN_TOO_WIDE = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class CAFe(GradientAdapter):
         moments = self.ranks.moments(self.gaussians, features)
         memory = self._memory(features)
         largest = self.largest_batch.item()
-        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest, WHEN_TOO_WIDE)
+        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest)
         self._remember(moments, memory)
         alignment = divergence.values.mean().to(features.dtype)
         self.notes["alignment"] = alignment.item()
@@ -125,8 +122,7 @@ class CAFe(GradientAdapter):
     @property
     def window(self) -> int:
         """Images that the memory stands for at most."""
-        batch = int(self.largest_batch)
-        return max(self.gaussians.samples_wanted(self.config.samples_per_dim, batch, WHEN_TOO_WIDE), batch)
+        return max(math.ceil(self.config.samples_per_dim * self.gaussians.widest), int(self.largest_batch))
 
     # The memory is a few buffers: it moves, is saved and is put back with the adapter.
 
