@@ -307,7 +307,8 @@ def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, 
     done = count()
     lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has given no sign of life for {SILENCE} s: .+; (\d+) of 32 runs"
     told = re.search(lost, err)
-    assert told and int(told[1]) <= done, err  # once it is let go on, it may write a few more before it heeds its signal
+    # Once it is let go on, it may write a few more before it heeds its signal.
+    assert told and int(told[1]) <= done, err
     with lines.open("a") as file:
         file.write('{"format": 1, "cut": "of')
 
