@@ -613,3 +613,12 @@ def test_a_step_is_at_most_a_share_of_the_weights(source, max_change):
         assert torch.nn.functional.cosine_similarity(limited, free, dim=0) > 0.98
     with pytest.raises(ValueError, match="expected `max_change` to be above 0 or None, but got 0"):
         cafe.create("cafe", source.classifier, source.needs["stats"], max_change=0)
+
+
+def test_every_holds_for_the_members_of_an_ensemble_too(source):
+    adapter = cafe.create("bacs", source.classifier, source.needs["posterior"], every=2)
+    stepped = []
+    for _ in range(4):
+        adapter(source.corrupted)
+        stepped.append(adapter.report.stepped)
+    assert stepped == [True, False, True, False]

@@ -99,6 +99,8 @@ class BACS(Adapter):
         self.members = nn.ModuleList(_Member(self.classifier, m, self.config) for m in source.members[:size])
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        for member in self._members():
+            member.counters.batches = self.counters.batches  # what `every` counts by
         results = [member.answer_or_leave(images) for member in self._members()]
         reports = [report for _, report in results]
         reasons = "; ".join(dict.fromkeys(report.reason for report in reports if report.reason))
