@@ -281,7 +281,7 @@ def assert_close_records(ours, theirs):
 def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, tmp_path):
     """Two ranks: one is killed. Again, with more to do: one is stopped. Then a process alone does the rest."""
     folder = results(made, tmp_path / "results")
-    bench = ("bench", "mixed", "--limit", 20, "--no-frechet", "--methods", "source,adabn,infomax,cafe", "--seeds")
+    bench = ("bench", "mixed", "--limit", 40, "--no-frechet", "--methods", "source,adabn,infomax,cafe", "--seeds")
     command = ["-m", "cafe_tta", *bench]
     lines = folder / "records.jsonl"
 
@@ -290,7 +290,10 @@ def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, 
 
     with launched(2, [*command, 6, "--output", folder], tmp_path / "dies") as job:
         job.wait(lambda: count() >= 2)
+        job.signal(0, signal.SIGSTOP)  # or it may do all there is before torchrun notices
         job.signal(1, signal.SIGKILL)
+        job.wait(lambda: "closing signal" in job.err.read_text())
+        job.signal(0, signal.SIGCONT)
         code, out, err = job.finish()
     done = count()
     assert code == 1 and out == "" and 2 <= done < 24
