@@ -1,11 +1,12 @@
 """What the BatchNorm layers of a classifier normalise with while it adapts: the batch, the source, or a blend."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cafe_tta import channels
 from cafe_tta.ranks import ALONE, Ranks
 
 Normalisation = Literal["batch", "source", "blend"]
@@ -58,7 +59,7 @@ class Normaliser:
             raise ValueError(f"normalisation={kind!r} needs source statistics, but a BatchNorm layer tracks none")
         if kind == "blend":
             for layer in self.layers:
-                layer.register_forward_pre_hook(_Blend(self, layer))
+                _Blend(self, layer)
         if kind == "batch" and shared:
             ranks.synchronise(self.layers)
 
@@ -108,9 +109,9 @@ class Normaliser:
 
 
 class _Blend:
-    """Rescales a layer's input so that the layer, with its running statistics, normalises it with the blend instead.
+    """Hooks that let a layer normalise with the blend in place of its running statistics.
 
-    A hook, not a layer of our own: libraries have BatchNorm layers that also apply the activation.
+    Hooks, not a layer of our own: libraries have BatchNorm layers that also apply the activation.
     """
 
     def __init__(self, normaliser: Normaliser, layer: _BatchNorm) -> None:
@@ -118,8 +119,11 @@ class _Blend:
         self.normaliser = normaliser
         self.source_mean = layer.running_mean.clone()
         self.source_var = layer.running_var.clone()
+        self._had: tuple[Tensor, Tensor] | None = None  # the layer's running statistics, while it has the blend
+        layer.register_forward_pre_hook(self._before)
+        layer.register_forward_hook(self._after, always_call=True)  # also where the layer fails
 
-    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not self.normaliser.blending:
             return None
         assert isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None
@@ -133,9 +137,11 @@ class _Blend:
             with torch.no_grad():
                 layer.running_mean.lerp_(mean, layer.momentum or 0.1)
                 layer.running_var.lerp_(var, layer.momentum or 0.1)
-        running_mean, running_var = layer.running_mean.clone(), layer.running_var.clone()
-        shape = (1, -1, *([1] * (activations.dim() - 2)))
-        scale = ((running_var + layer.eps) / (var + layer.eps)).sqrt()
-        shift = running_mean - mean * scale
-        blended = torch.addcmul(shift.view(shape), activations, scale.view(shape))  # one pass over the activations
-        return (blended, *args[1:])
+        self._had = layer.running_mean, layer.running_var
+        layer.running_mean, layer.running_var = mean.detach(), var.detach()
+        return (channels.normalised_by_layer(activations, mean, var + layer.eps), *args[1:])
+
+    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._had is not None and isinstance(layer, _BatchNorm):
+            layer.running_mean, layer.running_var = self._had
+            self._had = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cafe_tta import channels
+
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -96,7 +98,7 @@ class Ranks:
 
     def var_mean(self, activations: Tensor) -> tuple[Tensor, Tensor]:
         """Variance and mean of each channel over the whole batch."""
-        return torch.var_mean(activations, [0, *range(2, activations.dim())], correction=0)
+        return channels.var_mean(activations)
 
     def average(self, statistics: Sequence[Tensor]) -> None:
         """Replaces statistics that each rank has by their average, weighted by images."""

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cafe_tta import channels
+
 
 class Adding(Protocol):
     """What is needed of the ranks."""
@@ -89,13 +91,13 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         normalised, scale = ctx.saved_tensors
-        dims = _dims(grad)
+        dims = channels.dims(grad)
         sums = torch.cat([grad.sum(dims), (grad * normalised).sum(dims)]).to(_wide(grad))
         by_mean, by_var = ctx.ranks.add_up(_own(sums, ctx.empty)).div_(ctx.count).to(grad.dtype).chunk(2)
         if ctx.empty:  # what stands in for images is no part of the batch
-            return grad * _channels(scale, grad), None, None
-        correction = torch.addcmul(_channels(by_mean, grad), normalised, _channels(by_var, grad))
-        return (grad - correction).mul_(_channels(scale, grad)), None, None
+            return grad * channels.spread(scale, grad), None, None
+        correction = torch.addcmul(channels.spread(by_mean, grad), normalised, channels.spread(by_var, grad))
+        return (grad - correction).mul_(channels.spread(scale, grad)), None, None
 
 
 class _VarMean(torch.autograd.Function):
@@ -115,13 +117,12 @@ class _VarMean(torch.autograd.Function):
         if ctx.empty:
             return torch.zeros_like(activations), None
         by_mean, by_var = sums.div_(ctx.count).to(activations.dtype).chunk(2)
-        centred = activations - _channels(mean, activations)
-        return torch.addcmul(_channels(by_mean, activations), centred, _channels(2 * by_var, activations)), None
+        return channels.by_statistics(activations, by_var, by_mean, mean, 1), None
 
 
 def _statistics(activations: Tensor, ranks: Adding) -> tuple[Tensor, Tensor, int]:
     """Mean and variance (divided by n) of each channel, and n, over all ranks: one sum of 2C numbers."""
-    var, mean = torch.var_mean(activations, _dims(activations), correction=0)  # (C,)
+    var, mean = channels.statistics(activations)  # (C,)
     wide = _wide(activations)
     mean, var = mean.to(wide), var.to(wide)
     # In float64 the squares may be subtracted again. Images are of one shape: a rank's share of them is its share of n.
@@ -134,14 +135,6 @@ def _statistics(activations: Tensor, ranks: Adding) -> tuple[Tensor, Tensor, int
 
 def _own(sums: Tensor, empty: bool) -> Tensor:
     return torch.zeros_like(sums) if empty else sums
-
-
-def _dims(activations: Tensor) -> list[int]:
-    return [0, *range(2, activations.dim())]
-
-
-def _channels(values: Tensor, activations: Tensor) -> Tensor:
-    return values.view(1, -1, *([1] * (activations.dim() - 2)))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
