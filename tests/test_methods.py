@@ -220,7 +220,7 @@ def test_infomax(source):
 @pytest.mark.parametrize("preset", [None, "cifar"])
 def test_cafe_and_its_variants(source, name, preset):
     stats = source.needs["stats"]
-    adapter = cafe.create(name, source.classifier, stats, preset=preset, lr=1e-2)
+    adapter = cafe.create(name, source.classifier, stats, preset=preset, lr=1e-2, min_samples=0)
     answers = [adapter(images) for images in batches(source)]
     groups = stats
     if name == "cafe-dimwise":
@@ -241,7 +241,7 @@ def test_cafe_and_its_variants(source, name, preset):
 
 
 def test_normalisation_with_source_statistics(source):
-    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], normalisation="source")
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], normalisation="source", min_samples=0)
     for images in batches(source):
         adapter(images)
 
@@ -484,7 +484,9 @@ def test_dann_fits_for_its_number_of_iterations(source):
 def test_cafe_remembers_earlier_batches_where_a_batch_is_too_small(source):
     """Small batches are completed by the stream's own moments; the report says for how many groups."""
     stats = source.needs["stats"]
-    adapter = cafe.create("cafe", source.classifier, stats, lr=0.0, samples_per_dim=3, normalisation="source")
+    adapter = cafe.create(
+        "cafe", source.classifier, stats, lr=0.0, samples_per_dim=3, min_samples=0, normalisation="source"
+    )
     widest = stats.widest_group
     small = [source.corrupted[i : i + 4] for i in range(0, 3 * widest + 8, 4)]
     for images in small:
@@ -494,6 +496,25 @@ def test_cafe_remembers_earlier_batches_where_a_batch_is_too_small(source):
         seen = source.classifier.backbone(torch.cat(small)[-3 * widest :])
     whole = cafe.losses.alignment(seen, stats).item()
     assert adapter.report.notes["alignment"] == pytest.approx(whole, rel=0.25)
+
+
+def test_a_few_images_do_not_end_the_model(source):
+    """A feature that is mostly 0 hardly varies among a few images, and the loss would be steep beyond measure."""
+    stats = source.needs["stats"]
+    frozen = {"lr": 0.0, "normalisation": "source", "memory": False}
+    adapters = {n: cafe.create("cafe", source.classifier, stats, min_samples=n, **frozen) for n in (0, 64)}
+    few = source.corrupted[:8].clone()
+    few[1:] = few[0] + 0.01 * few[1:]  # nearly the same image, eight times
+    for adapter in adapters.values():
+        adapter(few)
+    values = {n: adapter.report.notes["alignment"] for n, adapter in adapters.items()}
+    assert values[64] < 0.1 * values[0]
+    assert adapters[64].report.notes["completed_groups"] == len(stats.groups)
+    many = torch.cat([source.corrupted, source.corrupted.flip(3)])[:64]
+    adapters[64].reset()
+    adapters[64](many)
+    whole = cafe.losses.alignment(source.classifier.backbone(many), stats, samples_per_dim=2.0).item()
+    assert len(many) == 64 and adapters[64].report.notes["alignment"] == pytest.approx(whole, rel=1e-4)
 
 
 def test_cafe_step_brings_the_features_home(source):

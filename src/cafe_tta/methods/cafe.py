@@ -24,6 +24,7 @@ from cafe_tta.stats import SourceStats
 class CAFeConfig(StepConfig):
     eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
     samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; see docs/choices.md
+    min_samples: int = 64  # samples that every group wants, however narrow it is
     memory: bool = True  # what a batch lacks is taken from earlier batches first, then from the source
     gate: bool = (
         False  # no step while the stream looks like the source: answered in evaluation mode, at a forward's cost
@@ -37,6 +38,8 @@ class CAFeConfig(StepConfig):
             raise ValueError(f"expected `eigenvalue_floor` to be above 0, but got {self.eigenvalue_floor}")
         if not self.samples_per_dim >= 0:
             raise ValueError(f"expected `samples_per_dim` to be at least 0, but got {self.samples_per_dim}")
+        if self.min_samples < 0:
+            raise ValueError(f"expected `min_samples` to be at least 0, but got {self.min_samples}")
         if not self.gate_margin > 0:
             raise ValueError(f"expected `gate_margin` to be above 0, but got {self.gate_margin}")
         if self.gate_patience < 1:
@@ -52,10 +55,10 @@ class CAFe(GradientAdapter):
     Config = CAFeConfig
     config: CAFeConfig
     presets: ClassVar = {
-        "cifar": CAFeConfig(samples_per_dim=1.25),
-        "cifar-online": CAFeConfig(samples_per_dim=1.25, answer="after-eval"),
-        "imagenet": CAFeConfig(samples_per_dim=1.25),
-        "imagenet-online": CAFeConfig(samples_per_dim=1.25, answer="after-eval"),
+        "cifar": CAFeConfig(samples_per_dim=1.25, min_samples=0),
+        "cifar-online": CAFeConfig(samples_per_dim=1.25, min_samples=0, answer="after-eval"),
+        "imagenet": CAFeConfig(samples_per_dim=1.25, min_samples=0),
+        "imagenet-online": CAFeConfig(samples_per_dim=1.25, min_samples=0, answer="after-eval"),
     }
 
     def prepare(self, source: Any) -> None:
@@ -106,13 +109,14 @@ class CAFe(GradientAdapter):
     def alignment(self, features: Tensor) -> Tensor:
         """L_a of the batch, completed where it is too small for a group, or a ragged rest of a stream of larger ones.
 
-        A step on the last few images of a stream is as large as one on a whole batch, and many times as noisy.
+        A step on the last few images of a stream is as large as one on a whole batch, and many times as noisy. On few
+        images, a feature that is mostly 0 hardly varies, and the gradient of C⁻¹ is beyond measure.
         """
         self.largest_batch = nn.Buffer(self.largest_batch.clamp(min=self.ranks.count(features)))
         moments = self.ranks.moments(self.gaussians, features)
         memory = self._memory(features)
-        largest = self.largest_batch.item()
-        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, largest)
+        wanted = max(self.largest_batch.item(), self.config.min_samples)
+        divergence = self.gaussians.divergence(moments, self.config.samples_per_dim, memory, wanted)
         self._remember(moments, memory)
         alignment = divergence.values.mean().to(features.dtype)
         self.notes["alignment"] = alignment.item()
@@ -122,7 +126,8 @@ class CAFe(GradientAdapter):
     @property
     def window(self) -> int:
         """Images that the memory stands for at most."""
-        return max(math.ceil(self.config.samples_per_dim * self.gaussians.widest), int(self.largest_batch))
+        widest = math.ceil(self.config.samples_per_dim * self.gaussians.widest)
+        return max(widest, int(self.largest_batch), self.config.min_samples)
 
     # The memory is a few buffers: it moves, is saved and is put back with the adapter.
 
