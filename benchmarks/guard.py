@@ -2,16 +2,19 @@
 
     python benchmarks/guard.py                                # some minutes on one core
     python benchmarks/guard.py --rounds 40 --kinds black      # a quick look
+    python benchmarks/guard.py --dataset cifar10 --weights W.safetensors --model FOLDER    # another model, other images
 
-The embedded digits model serves good cameras, each with weather of its own, and one bad camera, which sends eight times
-as many images as a good one. It begins after a quarter of the rounds; in the third quarter the good cameras are silent
-(a night, much longer than the days), and only the bad one's images come in; in the last quarter they are back. The
-service never sees a label; labels score its answers here, and where a camera is silent, the answers it would get.
+The embedded digits model (or another) serves good cameras, each with weather of its own, and one bad camera, which
+sends eight times as many images as a good one. It begins after a quarter of the rounds; in the third quarter the good
+cameras are silent (a night, much longer than the days), and only the bad one's images come in; in the last quarter they
+are back. The service never sees a label; labels score its answers here, and where a camera is silent, the answers it
+would get.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +23,8 @@ from torch import Tensor
 
 import cafe_tta as cafe
 from cafe_tta import corruptions, data
-from cafe_tta.bench.experiments import BASES
-from cafe_tta.bench.source_side import SourceSide
+from cafe_tta.bench.experiments import BASES, Base
+from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.serve.service import Service, ServiceConfig
 
 GOOD = ("clean", "motion_blur", "snow", "frost", "brightness", "fog")
@@ -36,16 +39,20 @@ BAD = "bad"
 class World:
     """The cameras' images, preprocessed, and their labels."""
 
-    def __init__(self, folder: Path) -> None:
-        self.side = SourceSide(BASES["digits"], folder, say=print)
+    def __init__(self, base: Base, folder: Path, options: SourceOptions, limit: int) -> None:
+        self.side = SourceSide(base, folder, options, say=print)
         self.stats = self.side.grouped()
-        digits = data.load("digits:test")
-        self.clean = digits.images(list(range(len(digits))))  # (N, H, W, 3)
-        self.labels = torch.from_numpy(np.asarray(digits.labels))
+        images = data.load(base.data)
+        chosen = list(range(min(limit, len(images))))
+        self.preset = base.corruption_preset
+        self.clean = images.images(chosen)  # (N, H, W, 3)
+        self.labels = torch.from_numpy(np.asarray(images.labels)[chosen])
         self.images = {name: self.prepare(self.weather(name)) for name in GOOD}
 
     def weather(self, name: str) -> np.ndarray:
-        return self.clean if name == "clean" else corruptions.corrupt(self.clean, name, severity=5, seed=0)
+        if name == "clean":
+            return self.clean
+        return corruptions.corrupt(self.clean, name, severity=5, seed=0, preset=self.preset)
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
         return self.side.preprocessing(pixels)
@@ -58,7 +65,7 @@ def bad_images(world: World, random: np.random.Generator) -> dict[str, Callable[
     few = world.images["snow"][:3]
 
     def one_class(count: int) -> Tensor:
-        """Threes, moved and lit a little differently each time."""
+        """Images of class 3, moved and lit a little differently each time."""
         chosen = ones[torch.from_numpy(random.integers(0, len(ones), count))]
         moved = [image.roll(tuple(random.integers(-2, 3, 2)), (1, 2)) for image in chosen]
         return torch.stack(moved) * torch.from_numpy(random.uniform(0.8, 1.2, (count, 1, 1, 1))).float()
@@ -122,11 +129,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", help="of the bad camera; all of them by default")
-    parser.add_argument("--model", type=Path, default=Path("demo/source"), help="folder of the embedded model")
+    parser.add_argument("--model", type=Path, default=Path("demo/source"), help="folder of the model's source side")
+    parser.add_argument("--dataset", default="digits", choices=list(BASES))
+    parser.add_argument("--data", help="test images, where they are not the data set's own")
+    parser.add_argument("--source-data", help="training images, where they are not the data set's own")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--limit", type=int, default=2000, help="test images that the cameras show")
     parser.add_argument("--figure", type=Path, help="PNG to draw to")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    world = World(args.model)
+    base = BASES[args.dataset]
+    base = replace(base, data=args.data or base.data, source_data=args.source_data or base.source_data)
+    # The library's own groups, none wider than 128; those of the embedded model are as `make demo` left them.
+    options = SourceOptions(args.weights, max_group_size=128 if args.weights else None)
+    world = World(base, args.model, options, args.limit)
     kinds = args.kinds or list(bad_images(world, np.random.default_rng(0)))
     source = source_accuracy(world)
     half = args.rounds // 2
