@@ -45,8 +45,14 @@ class FeatureSums:
     def mean_and_cov(self) -> tuple[Tensor, Tensor]:
         """Mean (D,) and covariance (D, D), divided by n, of what was added."""
         offset = self.sum / self.count
-        lower = self.outer.tril()
-        cov = (lower + lower.tril(-1).T) / self.count - torch.outer(offset, offset)
+        cov = torch.empty_like(self.outer)
+        for start in range(0, len(cov), BLOCK):
+            rows, before = slice(start, start + BLOCK), slice(start)
+            square = self.outer[rows, rows].tril()
+            cov[rows, rows] = square + square.tril(-1).T
+            cov[rows, before] = self.outer[rows, before]
+            cov[before, rows] = self.outer[rows, before].T
+        cov.div_(self.count).addr_(offset, offset, alpha=-1)
         cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
         return self.shift + offset, cov
 
