@@ -22,11 +22,27 @@ def test_source_batches_are_answered_by_the_source_classifier(source, gated):
     assert gated.counters.steps == 0
 
 
-def test_corrupted_batches_are_adapted_to_as_without_the_gate(source, gated):
-    plain = cafe.create("cafe", source.classifier, source.needs["stats"])
-    for _ in range(3):
+def test_corrupted_batches_are_adapted_to_as_without_the_gate(source):
+    """However well they are adapted to: it is the source classifier that looks at them."""
+    options = {"gate_patience": 2, "lr": 0.01}
+    gated, plain = (cafe.create("cafe", source.classifier, source.needs["stats"], gate=g, **options) for g in (1, 0))
+    for _ in range(20):
         assert torch.equal(gated(source.corrupted), plain(source.corrupted))
-    assert gated.counters.steps == 3
+    assert gated.counters.steps == 20
+
+
+def test_an_adapted_model_leaves_source_batches_to_the_source_classifier(source):
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], gate=True, gate_patience=3, lr=0.01)
+    for _ in range(3):
+        adapter(source.corrupted)
+    learnt = {name: tensor.clone() for name, tensor in adapter.state().items()}
+    assert not torch.equal(adapter.predict(source.images[:40]), source.classifier(source.images[:40]))
+    assert torch.equal(adapter(source.images[:40]), source.classifier(source.images[:40]).detach())
+    assert not adapter.report.stepped
+    assert all(torch.equal(tensor, learnt[name]) for name, tensor in adapter.state().items())  # nothing is lost
+    with pytest.raises(ValueError, match="cannot read images"):
+        adapter(source.images[:40].repeat(1, 2, 1, 1))
+    assert all(torch.equal(tensor, learnt[name]) for name, tensor in adapter.state().items())
 
 
 def test_gate_looks_again_after_its_patience(source):

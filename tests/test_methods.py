@@ -519,7 +519,7 @@ def test_a_few_images_do_not_end_the_model(source):
 
 def test_cafe_step_brings_the_features_home(source):
     """The claim of the method, on a shift of the images: alignment falls."""
-    adapter = cafe.create("cafe", source.classifier, source.needs["stats"])
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"], min_samples=0)
     values = []
     for _ in range(30):
         adapter(source.corrupted)

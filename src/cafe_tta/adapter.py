@@ -3,7 +3,8 @@
 import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -160,6 +161,18 @@ class Adapter(nn.Module):
         with torch.no_grad():
             self.normaliser.evaluating()
             return self.run(images)
+
+    @contextmanager
+    def as_source(self) -> Iterator[None]:
+        """The classifier is the source's again, for a while; what was learnt is only laid aside."""
+        learnt = {tensor: tensor.data for tensor in self.changing().values()}
+        try:
+            for name, tensor in self.changing().items():
+                tensor.data = self._source_state[name].to(tensor)
+            yield
+        finally:
+            for tensor, values in learnt.items():
+                tensor.data = values
 
     def reset(self) -> None:
         """Forgets every image: bit for bit the source classifier again."""

@@ -24,11 +24,9 @@ from cafe_tta.stats import SourceStats
 class CAFeConfig(StepConfig):
     eigenvalue_floor: float = losses.EIGENVALUE_FLOOR  # ε, Sec. 4.2
     samples_per_dim: float = 2.0  # samples that a group wants for each of its dimensions; see docs/choices.md
-    min_samples: int = 64  # samples that every group wants, however narrow it is
+    min_samples: int = 128  # samples that every group wants, however narrow it is
     memory: bool = True  # what a batch lacks is taken from earlier batches first, then from the source
-    gate: bool = (
-        False  # no step while the stream looks like the source: answered in evaluation mode, at a forward's cost
-    )
+    gate: bool = False  # no step while the stream looks like the source: the source classifier answers it
     gate_margin: float = 1.5  # how far above the largest loss of source batches a batch still looks like the source
     gate_patience: int = 8  # batches that are adapted to before the gate looks again
 
@@ -87,7 +85,9 @@ class CAFe(GradientAdapter):
         if self.gate_open > 0:
             self.gate_open = nn.Buffer(self.gate_open - 1)
             return super().answer(images)
-        features, logits = self.features_and_logits(images)
+        # The source classifier looks: to an adapted one, the images that it has adapted to look like the source.
+        with self.as_source():
+            features, logits = self.features_and_logits(images)
         moments = self.ranks.moments(self.gaussians, features)
         alignment = self.gaussians.divergence(moments, SAMPLES_PER_DIM).values.mean().item()
         size = self.ranks.count(images)
