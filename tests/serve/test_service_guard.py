@@ -82,7 +82,9 @@ def test_panels_hold_each_camera_together():
     items += [Item(f"small{i}", f"small{i}", torch.zeros(1), i) for i in range(40)]
     found = panels(items)
     assert sorted(place for panel in found for place in panel) == list(range(140))
-    assert len(found) == 8 and all(len(panel) >= 16 for panel in found[:7]) and len(found[7]) == 8
+    assert [len(panel) for panel in found] == [20] * 5 + [8] * 5
+    four = [Item(f"c{i % 4}", f"c{i % 4}", torch.zeros(1), i) for i in range(60)]  # 15 of each camera
+    assert all({four[i].camera for i in panel} == {f"c{n}"} for n, panel in enumerate(panels(four)))
     assert all(len({items[place].camera for place in panel}) == 1 for panel in found[:5])
     assert len(panels(items[:3])) == 1  # too few for more
     assert panels([]) == []

@@ -206,7 +206,7 @@ class Adaptation:
             rows.setdefault(item.camera, []).append(i)
         gains = {}
         for camera, places in rows.items():
-            if len(places) >= PANEL // 2:
+            if len(places) >= PANEL:
                 ours = self.yardstick.alignment(features[places])
                 gain = log_ratio([ours], [self.yardstick.alignment(held.source_features[places])])
                 if abs(gain) > SAME_FEATURES:

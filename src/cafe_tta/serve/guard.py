@@ -17,7 +17,7 @@ from cafe_tta import losses
 from cafe_tta.serve.buffer import Item
 from cafe_tta.serve.yardstick import Yardstick
 
-PANEL = 16  # images of a panel at least
+PANEL = 8  # images of a panel at least: where cameras share one, a bad one speaks for a good one too
 WORSE_ALIGNMENT = math.log(1.1)  # a tenth above the other's is worse
 WORSE_FRECHET = math.log(1.25)  # noisier: it looks at each group's covariance without flooring it
 COLLAPSE = 0.6  # share of the other's predicted classes below which a snapshot has collapsed

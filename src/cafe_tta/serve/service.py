@@ -279,7 +279,7 @@ class Service:
         wanted = self.config.step_images
         if self._buffer.arrived < wanted * self._patience or not self._buffer.ready(wanted):
             return False
-        return not self.config.guard or self._buffer.num_held() >= PANEL  # else nobody could judge the step
+        return not self.config.guard or self._buffer.num_held() >= 2 * PANEL  # else nobody could judge the step
 
     def _due(self) -> bool:
         return self._enough() and time.monotonic() >= self._not_before
