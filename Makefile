@@ -45,16 +45,16 @@ browser:
 	else echo "note: without chromium and chromium-driver the tests of the dashboard are skipped; on Debian: apt-get install chromium chromium-driver"; fi
 
 bench: $(READY)
-	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/steps.py --repeats 5
 	$(BIN)/python benchmarks/steps.py --model torchvision:resnet50 --size 224 --batch 8 --repeats 3 --cuts layer3 layer4
 	$(BIN)/python benchmarks/step_memory.py
-	$(BIN)/python benchmarks/torch_options.py --repeats 3
+	$(BIN)/python benchmarks/torch_options.py --repeats 2
 	$(BIN)/python benchmarks/alignment_loss.py
 	$(BIN)/python benchmarks/source_side.py
 	$(BIN)/python benchmarks/statistics_memory.py
 	$(BIN)/python benchmarks/scaling.py
-	$(BIN)/python benchmarks/corruptions.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py
+	$(BIN)/python benchmarks/corruptions.py --rounds 5
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --repeats 3
 	$(BIN)/python benchmarks/serve.py
 
 format: $(READY)
