@@ -24,8 +24,8 @@ def test_source_batches_are_answered_by_the_source_classifier(source, gated):
 
 def test_corrupted_batches_are_adapted_to_as_without_the_gate(source):
     """However well they are adapted to: it is the source classifier that looks at them."""
-    options = {"gate_patience": 2, "lr": 0.01}
-    gated, plain = (cafe.create("cafe", source.classifier, source.needs["stats"], gate=g, **options) for g in (1, 0))
+    stats, options = source.needs["stats"], {"gate_patience": 2, "lr": 0.01}
+    gated, plain = (cafe.create("cafe", source.classifier, stats, gate=gate, **options) for gate in (True, False))
     for _ in range(20):
         assert torch.equal(gated(source.corrupted), plain(source.corrupted))
     assert gated.counters.steps == 20

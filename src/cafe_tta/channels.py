@@ -14,7 +14,7 @@ def var_mean(activations: Tensor) -> tuple[Tensor, Tensor]:
 
 def statistics(activations: Tensor) -> tuple[Tensor, Tensor]:
     """Variance (divided by n) and mean of each channel, without gradients."""
-    if activations.device.type in ("cpu", "cuda"):  # BatchNorm's own kernel; `torch.var_mean` takes 15 times as long
+    if activations.device.type in ("cpu", "cuda"):  # BatchNorm's own kernel: many times as fast as `torch.var_mean`
         mean, var = torch.batch_norm_update_stats(activations.detach(), None, None, 0.0)
         return var, mean
     return torch.var_mean(activations.detach(), dims(activations), correction=0)
