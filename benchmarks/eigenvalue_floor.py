@@ -13,7 +13,7 @@ from cafe_tta.bench.run import run
 from cafe_tta.bench.stream import Stream
 from cafe_tta.classifier import split_classifier
 from cafe_tta.methods import create
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from cafe_tta import data, models
 from cafe_tta.classifier import split_classifier
 from cafe_tta.normalisation import Normaliser
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 
 def main() -> None:

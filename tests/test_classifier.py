@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cafe_tta import create, models
 from cafe_tta._torchvision import import_torchvision
 from cafe_tta.classifier import SplitClassifier, evaluating, split_classifier
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 import_torchvision()  # before timm, which imports it
 pytest.importorskip("timm")

@@ -12,19 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import ranks, storage
-from cafe_tta.classifier import SplitClassifier
-from cafe_tta.config import AdapterConfig as AdapterConfig
+from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
 from cafe_tta.normalisation import Normaliser
-from cafe_tta.stats import classifier_meta, describe_difference, require_classifier
+from cafe_tta.options import Options, option
+from cafe_tta.source import source_kind
 
 STATE_VERSION = 1
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_HOW_TO_GET = {
-    "stats": "make them with FeatureStats.fit(classifier, source_loader).group()",
-    "histograms": "make them with SourceHistograms.fit(classifier, source_loader)",
-    "posterior": "collect one while training, with SWAG",
-    "data": "pass a loader of (images, labels)",
-}
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Options):
+    """Options that every method has.
+
+    >>> AdapterConfig(batch_size=64)
+    AdapterConfig(batch_size=64)
+    """
+
+    batch_size: int = option(256, "Images per batch, for loaders and benchmarks; any other size works too.", least=1)
 
 
 class StepRefused(UserWarning):
@@ -33,14 +38,18 @@ class StepRefused(UserWarning):
 
 @dataclass(frozen=True)
 class Report:
-    """What happened to a batch: of all ranks, where several adapt as one."""
+    """What happened to a batch (of all ranks, where several adapt as one).
+
+    >>> Report(images=256, stepped=True, loss=1.5).stepped
+    True
+    """
 
     images: int
     stepped: bool  # whether the weights moved
     refused: bool = False  # a step was tried, and was not finite
     reason: str = ""  # why no step was taken
     loss: float | None = None
-    notes: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, and what was done to compute it
+    notes: Mapping[str, float] = field(default_factory=dict)  # terms of the loss, and how it was computed
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Adapter(nn.Module):
     """A copy of a classifier that adapts to the images it is shown. Subclasses are the methods."""
 
     name: ClassVar[str]
-    needs: ClassVar[str | None] = None  # of the source domain: None | "stats" | "histograms" | "posterior" | "data"
+    needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
     adds_up: ClassVar[bool] = False  # what it knows of a batch, through `ranks`: then many processes may adapt as one
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
@@ -74,10 +83,8 @@ class Adapter(nn.Module):
         self.config = self.Config() if config is None else config
         if not isinstance(self.config, self.Config):
             raise TypeError(f"expected a {self.Config.__name__}, but got {type(self.config).__name__}")
-        if self.needs is not None and source is None:
-            raise ValueError(
-                f"{self.name} needs {self.needs} of the source domain, but got none; {_HOW_TO_GET[self.needs]}"
-            )
+        if self.needs is not None:
+            source_kind(self.needs).require(source, classifier, self.name)
         self.ranks = ranks.here()
         if self.ranks.size > 1 and not self.adds_up:
             raise ValueError(
@@ -87,8 +94,8 @@ class Adapter(nn.Module):
         self.until_check = 0  # batches until the ranks compare their weights
         self._readable: set[tuple[torch.Size, torch.dtype]] = set()  # images that the classifier was seen to read
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
-            self._classifier_meta = classifier_meta(classifier)
-            self.made_of = self.ranks.fingerprint((self._classifier_meta, source))
+            self._identity = classifier.identity()
+            self.made_of = self.ranks.fingerprint((self._identity, source))
             self.classifier = copy.deepcopy(classifier).requires_grad_(False)
             self.prepare(source)
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.
@@ -98,7 +105,7 @@ class Adapter(nn.Module):
     # What a method says of itself
 
     def prepare(self, source: Any) -> None:
-        """Checks and keeps what the method needs of the source domain, and sets the classifier up. Called once."""
+        """Keeps what the method needs of the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
@@ -106,7 +113,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     def wants_more(self) -> bool:
-        """Whether an offline run goes on to another pass over its images. Test-time adaptation is content with one."""
+        """Whether an offline run makes another pass over its images. Test-time adaptation needs only one."""
         return False
 
     def changing(self) -> dict[str, Tensor]:
@@ -163,8 +170,8 @@ class Adapter(nn.Module):
             return self.run(images)
 
     @contextmanager
-    def as_source(self) -> Iterator[None]:
-        """The classifier is the source's again, for a while; what was learnt is only laid aside."""
+    def source_weights(self) -> Iterator[None]:
+        """The source classifier inside the block; afterwards the adapted one is back."""
         learnt = {tensor: tensor.data for tensor in self.changing().values()}
         try:
             for name, tensor in self.changing().items():
@@ -194,9 +201,8 @@ class Adapter(nn.Module):
             raise ValueError(f"{path} is a state of {theirs['method']!r}, but this adapter is {ours['method']!r}")
         if difference := describe_difference(theirs["classifier"], ours["classifier"]):
             raise ValueError(f"{path} does not belong to this classifier: {difference}")
-        a, b = asdict(self.Config()) | theirs["config"], ours["config"]  # options that were added since: their defaults
-        if names := sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key)):
-            shown = ", ".join(f"{name}={a.get(name)!r} there, {b.get(name)!r} here" for name in names)
+        saved = asdict(self.Config()) | theirs["config"]  # options that were added since have their defaults
+        if shown := storage.differences(saved, ours["config"]):
             raise ValueError(f"{path} was saved with other options: {shown}")
         self.check_state(tensors)
         self.set_state(tensors)
@@ -205,7 +211,7 @@ class Adapter(nn.Module):
         self.until_check = 0
 
     def train(self, mode: bool = True) -> Self:
-        """Changes nothing: the method itself knows which layers are in training mode, and when."""
+        """Has no effect: the method decides which layers are in training mode, and when."""
         self.training = mode
         return self
 
@@ -225,7 +231,7 @@ class Adapter(nn.Module):
             found = tensors.get(f"classifier.{name}")
             if found is None or found.shape != tensor.shape:
                 raise ValueError(f"the state has no `{name}` of shape {tuple(tensor.shape)}")
-        for name in self._own_buffers():  # these may grow: any shape will do
+        for name in self._own_buffers():  # these may grow, so any shape is fine
             if f"adapter.{name}" not in tensors:
                 raise ValueError(f"the state has no `{name}`")
 
@@ -244,10 +250,10 @@ class Adapter(nn.Module):
 
     def _state_meta(self) -> dict[str, Any]:
         config, counters = asdict(self.config), asdict(self.counters)
-        return {"method": self.name, "config": config, "classifier": self._classifier_meta, "counters": counters}
+        return {"method": self.name, "config": config, "classifier": self._identity, "counters": counters}
 
     def _keep(self) -> Any:
-        """What a pass may change before it is known to be good: statistics and own buffers; not the weights."""
+        """What a forward pass may change before the step is accepted: statistics and own buffers, not the weights."""
         statistics = [(t, t.clone()) for t in self.changing().values() if not t.requires_grad]
         return statistics, self._own_buffers()
 
@@ -275,14 +281,14 @@ class Adapter(nn.Module):
         """Refuses what is not a batch of finite images of the classifier's kind."""
         if not isinstance(images, Tensor):
             raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
-        place = self.classifier.head.weight
-        if images.dtype != place.dtype:
-            cure = f"call .to({place.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
+        weight = self.classifier.head.weight
+        if images.dtype != weight.dtype:
+            cure = f"call .to({weight.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
             raise TypeError(
-                f"expected images of {place.dtype}, like the classifier, but got {images.dtype}; {cure} first"
+                f"expected images of {weight.dtype}, like the classifier, but got {images.dtype}; {cure} first"
             )
-        if images.device != place.device:
-            raise ValueError(f"expected images on {place.device}, like the classifier, but got {images.device}")
+        if images.device != weight.device:
+            raise ValueError(f"expected images on {weight.device}, like the classifier, but got {images.device}")
         empty = self.ranks.size > 1 and not len(images) and images.shape[1:].numel()  # a rank may have nothing to do
         if images.dim() < 2 or not (images.numel() or empty):
             raise ValueError(f"expected a batch of at least one image, but got shape {tuple(images.shape)}")

@@ -15,9 +15,9 @@ from cafe_tta import data, models
 from cafe_tta.bench.experiments import Base, Choice
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.stats import FeatureStats, SourceStats
 from cafe_tta.source.swag import Posterior
 from cafe_tta.source.train import TrainConfig, collect_swag, train
-from cafe_tta.stats import FeatureStats, SourceStats
 
 Say = Callable[[str], None]
 BATCH = 256

@@ -294,7 +294,7 @@ def _base(
     std: str | None,
 ) -> Base:
     if dataset not in BASES:
-        from cafe_tta.methods import did_you_mean
+        from cafe_tta.options import did_you_mean
 
         raise ValueError(f"unknown data set {dataset!r}{did_you_mean(dataset, BASES)}; choose from: {', '.join(BASES)}")
     changes: dict[str, Any] = {"data": data, "source_data": source_data, "model": model, "size": image_size}

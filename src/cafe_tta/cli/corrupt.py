@@ -12,7 +12,7 @@ from cafe_tta import corruptions, data, storage
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
 from cafe_tta.cli.inputs import say_unreadable
 from cafe_tta.data import copies
-from cafe_tta.methods import did_you_mean
+from cafe_tta.options import did_you_mean
 
 GROUPS = {"all": corruptions.NAMES, "held-out": corruptions.HELD_OUT}
 LAYOUTS = ("auto", *copies.LAYOUTS)

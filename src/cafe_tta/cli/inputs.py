@@ -13,7 +13,7 @@ from cafe_tta import data, models
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.cli.console import Advance, say
 from cafe_tta.data.imageset import Labels
-from cafe_tta.methods import did_you_mean
+from cafe_tta.options import did_you_mean
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 _PANEL = "The model"

@@ -16,8 +16,8 @@ from cafe_tta.cli.console import say, show_facts
 from cafe_tta.cli.options import configuration
 from cafe_tta.methods import method as method_named
 from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.stats import SourceStats
 from cafe_tta.source.swag import Posterior
-from cafe_tta.stats import SourceStats
 
 if TYPE_CHECKING:
     from cafe_tta.serve.protocol import Signature

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from cafe_tta import data, storage
+from cafe_tta.classifier import describe_difference
 from cafe_tta.cli.console import say
 from cafe_tta.cli.torchrun import Job
-from cafe_tta.stats import FORMAT_VERSION, FeatureStats, describe_difference
+from cafe_tta.source.stats import FORMAT_VERSION, FeatureStats
 
 # What ranks send, in this order.
 _TENSORS = (("mean", torch.float64), ("cov", torch.float64), ("sample", torch.float32), ("keys", torch.float32))

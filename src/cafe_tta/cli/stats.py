@@ -13,9 +13,9 @@ from cafe_tta.cli import inputs, torchrun
 from cafe_tta.cli import shards as parts
 from cafe_tta.cli.console import progress, readable_bytes, show_facts
 from cafe_tta.cli.torchrun import Job
-from cafe_tta.groups import dead_dims
+from cafe_tta.source.groups import dead_dims
 from cafe_tta.source.histograms import SourceHistograms
-from cafe_tta.stats import FeatureStats, classifier_meta
+from cafe_tta.source.stats import FeatureStats
 
 
 def stats(
@@ -159,7 +159,7 @@ def _read_and_write(chosen: inputs.Model, reading: _Reading, wanted: _Wanted, jo
         if job is not None:
             job.bar, loader.advance = advance, job.advance
         stats = FeatureStats.fit_part(chosen.classifier, loader, start)
-        part = parts.Part(stats, classifier_meta(chosen.classifier), loader.unreadable)
+        part = parts.Part(stats, chosen.classifier.identity(), loader.unreadable)
         whole = {} if job is None and reading.place is None else _whole(chosen, reading, imageset, len(order))
         merged = part if job is None else parts.merge_ranks(job, part, whole)
         if job is not None:

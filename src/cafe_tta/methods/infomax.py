@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cafe_tta import losses
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
 
 
 class Infomax(GradientAdapter):

@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import AdapterConfig
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
 
 
 class SourceOnly(Adapter):

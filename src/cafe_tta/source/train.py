@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import storage
-from cafe_tta.classifier import SplitClassifier
+from cafe_tta.classifier import SplitClassifier, require_classifier
 from cafe_tta.source.swag import Posterior, SwagCollector
-from cafe_tta.stats import require_classifier
 
 CHECKPOINT_VERSION = 1
 PADDING = 4  # pixels that a random crop may move an image
