@@ -69,15 +69,8 @@ def test_the_declaration_is_the_documentation():
 
 def test_texts_are_parsed_as_declared():
     texts = {"grams": "17.5", "timer": "none", "crema": "off", "log": "a/b", "beans": "x, y", "grind": "coarse"}
-    expected = {
-        "grams": 17.5,
-        "timer": None,
-        "crema": False,
-        "log": Path("a/b"),
-        "beans": ["x", "y"],
-        "grind": "coarse",
-    }
-    assert parse(Brew, texts) == expected
+    values = (17.5, None, False, Path("a/b"), ["x", "y"], "coarse")
+    assert parse(Brew, texts) == dict(zip(texts, values, strict=True))
     with pytest.raises(ValueError, match="expected `shots` to be a whole number at least 1, but got 'two'"):
         parse(Brew, {"shots": "two"})
     with pytest.raises(ValueError, match="Brew has no option 'shot'; did you mean 'shots'"):

@@ -274,9 +274,7 @@ def test_histograms_survive_a_file_and_know_their_classifier(source, tmp_path):
 
 
 def test_histograms_need_a_loader_that_can_be_read_twice(source):
-    with pytest.raises(
-        TypeError, match="can be read more than once, but got list_iterator; histograms take two passes"
-    ):
+    with pytest.raises(TypeError, match="read more than once, but got list_iterator; histograms take two passes"):
         cafe.SourceHistograms.fit(source.classifier, iter(source.loader))
     with pytest.raises(ValueError, match="the loader was empty"):
         cafe.SourceHistograms.fit(source.classifier, [])
