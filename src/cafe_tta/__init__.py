@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from cafe_tta import corruptions as corruptions
+from cafe_tta import distributed as distributed
 from cafe_tta import losses as losses
 from cafe_tta import metrics as metrics
 from cafe_tta import ranks as ranks
@@ -13,6 +14,7 @@ from cafe_tta.classifier import SplitClassifier as SplitClassifier
 from cafe_tta.classifier import split_classifier as split_classifier
 from cafe_tta.config import AdapterConfig as AdapterConfig
 from cafe_tta.config import StepConfig as StepConfig
+from cafe_tta.distributed import RankError as RankError
 from cafe_tta.gradient import GradientAdapter as GradientAdapter
 from cafe_tta.methods import BACS as BACS
 from cafe_tta.methods import DANN as DANN
@@ -36,7 +38,6 @@ from cafe_tta.methods import T3AConfig as T3AConfig
 from cafe_tta.methods import Tent as Tent
 from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import create as create
-from cafe_tta.ranks import RankError as RankError
 from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
 from cafe_tta.source.swag import Posterior as Posterior
 from cafe_tta.source.swag import SwagCollector as SwagCollector

@@ -39,7 +39,7 @@ class _Member(GradientAdapter):
     """One member: mean entropy + w · ½ Σ (θ - μ)² / (σ² + floor). All weights move, and start from μ."""
 
     name = "bacs-member"
-    adds_up = True
+    distributed = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig
@@ -75,7 +75,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
-    adds_up = True
+    distributed = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig

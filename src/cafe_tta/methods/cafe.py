@@ -48,7 +48,7 @@ class CAFe(GradientAdapter):
     """Moves the features back to the source's mean and covariance, group by group; keeps predictions diverse."""
 
     name = "cafe"
-    adds_up = True
+    distributed = True
     needs = "stats"
     Config = CAFeConfig
     config: CAFeConfig
