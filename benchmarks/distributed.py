@@ -113,7 +113,7 @@ def measure(make: Callable[..., cafe.CAFe], batch: int, size: int, repeats: int,
     own = images.tensor_split(world)[rank]
     say = print if rank == 0 else lambda *_: None
     say(f"{title}, B={batch}, {world} ranks with {torch.get_num_threads()} threads each, median of {repeats}\n")
-    say("| what | one process, B images | ranks, B/N each | ratio | bytes a rank hands in |\n|---|---:|---:|---:|---:|")
+    say("| what | one process, B images | ranks, B/N each | ratio | bytes per rank |\n|---|---:|---:|---:|---:|")
     for name, options in CHOICES.items():
         with cafe.distributed.apart():
             alone = make(**options)
@@ -144,7 +144,7 @@ def seconds(adapter: cafe.CAFe, images: Tensor) -> float:
 def on_paper(make: Callable[..., cafe.CAFe], args: argparse.Namespace, title: str) -> None:
     """A ring sums S bytes on N ranks in 2(N-1) messages one after the other, each of S/N; it gathers in N-1 of S."""
     print(f"{title}; {args.gigabits:g} Gbit/s, {args.latency:g} µs a message\n")
-    print("| what | gradients | BatchNorm | blocks | rest | bytes a rank hands in | collectives |\n|---|" + "---:|" * 6)
+    print("| what | gradients | BatchNorm | blocks | rest | bytes per rank | collectives |\n|---|" + "---:|" * 6)
     costs = {name: cost_of(make(**options), args.size) for name, options in CHOICES.items()}
     for name, c in costs.items():
         cells = (c.gradients, c.batchnorm, c.blocks, c.rest, c.bytes, c.reductions + c.gathers)

@@ -95,15 +95,9 @@ class Adapter(nn.Module):
             raise ValueError(
                 f"{self.name} needs {self.needs} of the source domain, but got none; {_HOW_TO_GET[self.needs]}"
             )
-        self.ranks = here()
-        if self.ranks.size > 1 and not self.distributed:
-            raise ValueError(
-                f"{self.name} cannot adapt as one over the {self.ranks.size} ranks of this process group; "
-                "make it inside `with cafe_tta.distributed.apart():`, and each rank adapts by itself"
-            )
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
             self._classifier_meta = classifier_meta(classifier)
-            self._lockstep = self.ranks.lockstep((self._classifier_meta, source))  # None for a process alone
+            self._join_ranks(source)
             self.classifier = copy.deepcopy(classifier).requires_grad_(False)
             self.prepare(source)
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.
@@ -138,11 +132,11 @@ class Adapter(nn.Module):
 
         In a process group, every rank calls it with its part of the batch, which may be empty: see docs/scale.md.
         """
-        if self._lockstep is not None:
-            logits, report = self._adapt_with_other_ranks(self._lockstep, images)
-        else:
+        if self._lockstep is None:
             self.check(images)
             logits, report = self._adapt(images)
+        else:  # in a process group
+            logits, report = self._adapt_with_other_ranks(self._lockstep, images)
         if report.refused:
             warnings.warn(f"{self.name} took no step on this batch: {report.reason}", StepRefused, stacklevel=4)
         self.report = report
@@ -319,6 +313,16 @@ class Adapter(nn.Module):
             raise ValueError(f"the classifier cannot read images of shape {tuple(images.shape)}: {error}") from error
 
     # Many processes that adapt as one: see docs/scale.md
+
+    def _join_ranks(self, source: Any) -> None:
+        """Finds the ranks that this adapter belongs to: this process alone, unless a process group is initialised."""
+        self.ranks = here()
+        if self.ranks.size > 1 and not self.distributed:
+            raise ValueError(
+                f"{self.name} cannot adapt as one over the {self.ranks.size} ranks of this process group; "
+                "make it inside `with cafe_tta.distributed.apart():`, and each rank adapts by itself"
+            )
+        self._lockstep = self.ranks.lockstep((self._classifier_meta, source))
 
     def _adapt_with_other_ranks(self, lockstep: "Lockstep", images: Tensor) -> tuple[Tensor, Report]:
         """Checks and adapts as one process does, while each of the other ranks does so with its part of the batch."""
