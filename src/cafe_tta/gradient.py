@@ -127,8 +127,8 @@ class GradientAdapter(Adapter):
         if self.counters.batches % self.config.every:
             with torch.no_grad():
                 features, logits = self.run(images)
-            self.normaliser.settle()
-            reason = self.unusable(features)
+            self.normaliser.average_statistics()
+            reason = self.why_unusable(features)
             skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
         features, logits = self.run(images)
@@ -136,7 +136,7 @@ class GradientAdapter(Adapter):
         refusal = self._backward(features, loss)
         if not refusal:
             self.optimizer.step()
-            self.normaliser.settle()
+            self.normaliser.average_statistics()
         self.optimizer.zero_grad(set_to_none=True)
         report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
         if refusal or self.config.answer == "before":
@@ -149,7 +149,7 @@ class GradientAdapter(Adapter):
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
-        if reason := self.unusable(features, loss):
+        if reason := self.why_unusable(features, loss):
             return reason
         loss.backward()
         self.ranks.add_gradients(self.moving())

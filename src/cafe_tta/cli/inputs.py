@@ -17,6 +17,7 @@ from cafe_tta.options import did_you_mean
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 _PANEL = "The model"
+TORCHRUN = "Many processes, started by torchrun"
 
 ModelOption = Annotated[
     str,
@@ -56,6 +57,14 @@ HeadOption = Annotated[
 ]
 DataOption = Annotated[
     str, typer.Option("--data", help="A folder of images, arrays:DIR, digits:test, cifar10:test …", show_default=False)
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Under torchrun, end the job when a rank sends no heartbeat for this many seconds.",
+        rich_help_panel=TORCHRUN,
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that read images ahead.")]

@@ -47,7 +47,7 @@ class AdaBN(Adapter):
     """Normalises with the batch; the running statistics follow, for evaluation."""
 
     name = "adabn"
-    adds_up = True
+    distributed = True
     Config = AdaBNConfig
     config: AdaBNConfig
     presets: ClassVar = {"cifar": AdaBNConfig(), "imagenet": AdaBNConfig()}
@@ -75,7 +75,7 @@ class AdaBN(Adapter):
                 return self.predict(images), Report(size, stepped=False, reason=reason)
             self.normaliser.adapting()
             features, logits = self.run(images)
-            self.normaliser.settle()
-            if reason := self.unusable(features):
+            self.normaliser.average_statistics()
+            if reason := self.why_unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
             return logits, Report(size, stepped=True)

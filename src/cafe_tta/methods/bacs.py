@@ -37,7 +37,7 @@ class _Member(GradientAdapter):
     """One member: mean entropy + w · ½ Σ (θ - μ)² / (σ² + floor). All weights move, and start from μ."""
 
     name = "bacs-member"
-    adds_up = True
+    distributed = True
     Config = BACSConfig
     config: BACSConfig
 
@@ -72,7 +72,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
-    adds_up = True
+    distributed = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig

@@ -57,7 +57,7 @@ class CAFe(GradientAdapter):
     """
 
     name = "cafe"
-    adds_up = True
+    distributed = True
     needs = "stats"
     Config = CAFeConfig
     config: CAFeConfig

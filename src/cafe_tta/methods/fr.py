@@ -32,7 +32,7 @@ class FR(GradientAdapter):
     """Moves the histograms of features and logits back to the source's, unit by unit."""
 
     name = "fr"
-    adds_up = True
+    distributed = True
     needs = "histograms"
     Config = FRConfig
     config: FRConfig

@@ -15,7 +15,7 @@ class Infomax(GradientAdapter):
     """Makes predictions confident on each image and diverse over the batch."""
 
     name = "infomax"
-    adds_up = True
+    distributed = True
     presets: ClassVar = {
         "cifar": StepConfig(),
         "cifar-online": StepConfig(answer="after-eval"),

@@ -12,7 +12,7 @@ class SourceOnly(Adapter):
     """The source classifier as it is."""
 
     name = "source"
-    adds_up = True
+    distributed = True
     presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:

@@ -32,7 +32,7 @@ class T3A(Adapter):
     """Classifies by the summed directions of each class's M most confident features. The network never changes."""
 
     name = "t3a"
-    adds_up = True
+    distributed = True
     Config = T3AConfig
     config: T3AConfig
     presets: ClassVar = {"cifar": T3AConfig(), "imagenet": T3AConfig()}
@@ -47,9 +47,9 @@ class T3A(Adapter):
             self.normaliser.evaluating()
             features, logits = self.run(images)
             size = self.ranks.count(images)
-            if reason := self.unusable(features):
+            if reason := self.why_unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
-            new = self._judged(self.ranks.rows(features))
+            new = self._judged(self.ranks.gather(features))
             joined = [torch.cat(pair) for pair in zip((self.supports, self.labels, self.entropies), new, strict=True)]
             self._set_supports(*joined)
             return features @ self._class_weights().T, Report(size, stepped=True)

@@ -35,7 +35,7 @@ class Tent(GradientAdapter):
     """
 
     name = "tent"
-    adds_up = True
+    distributed = True
     Config = TentConfig
     presets: ClassVar = {
         "cifar": TentConfig(),

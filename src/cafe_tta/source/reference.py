@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cafe_tta.distributed import ALONE, Ranks
 from cafe_tta.gaussians import EIGENVALUE_FLOOR, GroupedStatistics, SourceGaussians
 from cafe_tta.metrics import FrechetReference
-from cafe_tta.ranks import ALONE, Ranks
 
 SIZES = (16, 32, 64, 128, 256, 512)  # of the batches that thresholds are measured on
 DRAWS = 16  # batches of each size
