@@ -24,7 +24,7 @@ from cafe_tta.cli import app
 from cafe_tta.cli.measure import Followed, Measurement
 from cafe_tta.cli.measure import notes as measure_notes
 from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
-from cafe_tta.digits_resnet import DigitsResNet
+from cafe_tta.models.digits_resnet import DigitsResNet
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()

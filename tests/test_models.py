@@ -15,11 +15,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from cafe_tta import _torchvision, models, storage
-from cafe_tta._torchvision import import_torchvision
+from cafe_tta import models, storage
 from cafe_tta.classifier import split_classifier
-from cafe_tta.digits_resnet import DigitsResNet
-from cafe_tta.models import LoadedModel, Preprocessing
+from cafe_tta.models import LoadedModel, Preprocessing, _torchvision, import_torchvision
+from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.source.train import TrainConfig, train
 
 import_torchvision()  # before timm, which imports it
@@ -50,7 +49,7 @@ def weights_file(path: Path, model: nn.Module, **changes: Tensor | None) -> Path
 
 def test_torchvision_and_timm_import_in_a_new_process() -> None:
     code = (
-        "from cafe_tta._torchvision import import_torchvision\n"
+        "from cafe_tta.models import import_torchvision\n"
         "torchvision = import_torchvision()\n"
         "assert import_torchvision() is torchvision\n"
         "import timm\n"
@@ -219,7 +218,7 @@ def test_a_download_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(import_torchvision().models, "get_model", offline)
     monkeypatch.setattr(timm, "create_model", offline)
     for spec in ("torchvision:resnet18", "timm:resnet26"):
-        text = rf"weights of {spec} could not be had \(OSError: Name or service not known\); look at the internet"
+        text = rf"weights of {spec} could not be downloaded \(OSError: Name or service not known\); check the internet"
         with pytest.raises(RuntimeError, match=text):
             models.load(spec, pretrained=True)
 
@@ -295,7 +294,7 @@ def test_plain_weights_in_float16_are_read_and_classes_counted(tmp_path: Path) -
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
     with pytest.raises(
         ValueError,
-        match=r'plain weights.*: --model timm:NAME --weights .*in Python: load\("timm:NAME", weights=',
+        match=r'plain weights.*; name the architecture too, .* as `weights`: load\("timm:NAME", weights=',
     ):
         models.load(path)
 

@@ -1,7 +1,6 @@
 """What several commands are given: a model, a device, image sets."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,108 +9,45 @@ import typer
 from torch import Tensor
 
 from cafe_tta import data, models
-from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.cli.console import Advance, say
 from cafe_tta.data.imageset import Labels
-from cafe_tta.methods import did_you_mean
+from cafe_tta.options import describe
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
-_PANEL = "The model"
+_MEANINGS = {described.name: described.meaning for described in describe(models.ModelOptions)}
 
-ModelOption = Annotated[
+
+def _flag(name: str, *names: str, show_default: bool = False, **more: Any) -> Any:
+    """The flag of an option of the model."""
+    return typer.Option(*names, help=_MEANINGS[name], rich_help_panel="Model", show_default=show_default, **more)
+
+
+ModelOption = Annotated[str, _flag("model", "--model")]
+WeightsOption = Annotated[str | None, _flag("weights")]
+NumClassesOption = Annotated[int | None, _flag("num_classes", min=1)]
+PretrainedOption = Annotated[bool, _flag("pretrained", "--pretrained")]
+ImageSizeOption = Annotated[int | None, _flag("image_size", min=1)]
+MeanOption = Annotated[str | None, _flag("mean", metavar="R,G,B")]
+StdOption = Annotated[str | None, _flag("std", metavar="R,G,B")]
+HeadOption = Annotated[str | None, _flag("head")]
+DeviceOption = Annotated[str, _flag("device", show_default=True)]
+DataOption = Annotated[
     str,
     typer.Option(
-        "--model", help="timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made. "
-        "An nn.Module of your own is used from Python, not from here.",
-        rich_help_panel=_PANEL, show_default=False,
-    ),
-]  # fmt: skip
-WeightsOption = Annotated[
-    str | None, typer.Option(help="File of weights for the model.", rich_help_panel=_PANEL, show_default=False)
-]
-NumClassesOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of classes.", rich_help_panel=_PANEL, show_default=False)
-]
-PretrainedOption = Annotated[
-    bool, typer.Option("--pretrained", help="Download the library's weights.", rich_help_panel=_PANEL)
-]
-ImageSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Pixels that the model reads, in each direction.", rich_help_panel=_PANEL, show_default=False
-    ),
-]
-MeanOption = Annotated[
-    str | None,
-    typer.Option(help="Of the RGB values in 0..1: three numbers, r,g,b.", rich_help_panel=_PANEL, show_default=False),
-]
-StdOption = Annotated[str | None, typer.Option(help="As --mean.", rich_help_panel=_PANEL, show_default=False)]
-HeadOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the linear layer that makes the logits; found by itself.",
-        rich_help_panel=_PANEL,
+        "--data",
+        help="The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR.",
         show_default=False,
     ),
 ]
-DataOption = Annotated[
-    str, typer.Option("--data", help="A folder of images, arrays:DIR, digits:test, cifar10:test …", show_default=False)
-]
-DeviceOption = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that read images ahead.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Number of threads that read images ahead.")]
+
+Model = models.Model
+choose_device = models.choose_device
 
 
-@dataclass(frozen=True)
-class Model:
-    """A classifier in two parts, with what its images must look like."""
-
-    classifier: SplitClassifier
-    architecture: str
-    preprocessing: models.Preprocessing
-    classes: tuple[str, ...] | None
-
-
-def load_model(
-    spec: str,
-    *,
-    weights: str | None,
-    num_classes: int | None,
-    pretrained: bool,
-    image_size: int | None,
-    mean: str | None,
-    std: str | None,
-    head: str | None,
-    device: str,
-) -> Model:
+def load_model(spec: str, *, mean: str | None, std: str | None, **options: Any) -> Model:
     """The model that the options describe, split and on its device."""
-    place = choose_device(device)
-    loaded = models.load(
-        spec,
-        weights=weights,
-        num_classes=num_classes,
-        pretrained=pretrained,
-        size=image_size,
-        mean=three_numbers("mean", mean),
-        std=three_numbers("std", std),
-    )
-    if not loaded.trained:
-        download = "" if spec.startswith("cafe:") else ", or say --pretrained"  # there is nothing to download for ours
-        raise ValueError(f"{spec} alone has random weights; give a file with --weights{download}")
-    classifier = split_classifier(models.laid_out(loaded.model), head=head).eval().to(place)
-    classes = None if loaded.classes is None else tuple(loaded.classes)
-    return Model(classifier, loaded.architecture, loaded.preprocessing, classes)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name, if this machine has it; `auto` is the fastest there is."""
-    if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r}{did_you_mean(name, DEVICES)}; choose from: {', '.join(DEVICES)}")
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
-    if not available[name]:
-        raise ValueError(f"this machine, or this build of PyTorch, has no {name!r}; say --device cpu or auto")
-    return torch.device(name)
+    options |= {"mean": three_numbers("mean", mean), "std": three_numbers("std", std)}
+    return models.load_classifier(models.ModelOptions(spec, **options))
 
 
 def three_numbers(option: str, text: str | None) -> tuple[float, float, float] | None:

@@ -109,7 +109,7 @@ def train(
             std=inputs.three_numbers("std", std),
             new_head=new_head,
         )
-    classifier = split_classifier(models.laid_out(loaded.model), head=head).to(place)
+    classifier = split_classifier(models.channels_last(loaded.model), head=head).to(place)
     classes = loaded.classes or imageset.classes
     images, labels = _all_images(imageset, loaded.preprocessing, classes, classifier.num_classes, workers)
     output.mkdir(parents=True, exist_ok=True)

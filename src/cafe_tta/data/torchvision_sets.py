@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cafe_tta._torchvision import import_torchvision
 from cafe_tta.data.arrays import ArraySet
 from cafe_tta.data.digits import CLASSES
 from cafe_tta.data.imageset import Images
+from cafe_tta.models import import_torchvision
 
 SPLITS = ("train", "test")
 
