@@ -17,8 +17,7 @@ import numpy as np
 
 from cafe_tta import corruptions, storage
 from cafe_tta.data.arrays import ArraySet
-from cafe_tta.data.digest import spread
-from cafe_tta.data.imageset import ImageSet, Labels, Unreadable, UnreadableImage
+from cafe_tta.data.imageset import ImageSet, Labels, Unreadable, UnreadableImage, equally_spaced
 
 LAYOUTS = ("folder", "arrays", "cifar-c")
 FORMATS = ("png", "jpg")
@@ -108,7 +107,7 @@ def choose(count: int, limit: int | None, seed: int) -> Labels:
 def preset_for(imageset: ImageSet, chosen: Labels) -> str:
     """The preset of the published set whose images are nearest in size: the median of a few, their short side."""
     sides: list[int] = []
-    few = chosen[spread(len(chosen), 9)].tolist()
+    few = chosen[equally_spaced(len(chosen), 9)].tolist()
     for number, index in enumerate([*few, *chosen.tolist()]):
         if number >= len(few) and sides:
             break  # the others are only asked if none of the few can be read

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cafe_tta.data.copies import Job, layout
-from cafe_tta.data.digest import spread
-from cafe_tta.data.imageset import Images, UnreadableImage
+from cafe_tta.data.imageset import Images, UnreadableImage, equally_spaced
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -57,7 +56,7 @@ def contact_sheet(job: Job) -> bytes:
 def _readable_rows(job: Job) -> list[int]:
     """A few images, from all over the set, that can be read."""
     found = []
-    for start in spread(len(job.chosen), IMAGES).tolist():
+    for start in equally_spaced(len(job.chosen), IMAGES).tolist():
         step = -1 if start else 1
         for row in list(range(start, len(job.chosen) if step > 0 else -1, step))[:50]:
             try:
