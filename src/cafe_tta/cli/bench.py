@@ -23,8 +23,8 @@ from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import inputs, torchrun
 from cafe_tta.cli.console import Interrupted, progress, say, show_table
-from cafe_tta.cli.corrupt import choose_names
 from cafe_tta.cli.options import parse_settings
+from cafe_tta.corruptions import choose_names
 from cafe_tta.methods import METHODS
 
 _SOURCE = "The source side"

@@ -1,20 +1,24 @@
 """What several commands are given: a model, a device, image sets."""
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from cafe_tta import data, models
 from cafe_tta.cli.console import say
-from cafe_tta.options import describe
-
-_MEANINGS = {described.name: described.meaning for described in describe(models.ModelOptions)}
+from cafe_tta.options import Options, describe
 
 
-def _flag(name: str, *names: str, show_default: bool = False, **more: Any) -> Any:
-    """The flag of an option of the model."""
-    return typer.Option(*names, help=_MEANINGS[name], rich_help_panel="Model", show_default=show_default, **more)
+def flag(options: type[Options], name: str, *names: str, **more: Any) -> Any:
+    """A flag with the meaning of a declared option. An option without a value shows no default."""
+    described = next(described for described in describe(options) if described.name == name)
+    shown: dict[str, Any] = {"rich_help_panel": described.extra.get("panel")}
+    shown["show_default"] = described.default not in (None, "") and described.default is not False
+    return typer.Option(*names, help=described.meaning, **shown, **more)
 
+
+_flag = partial(flag, models.ModelOptions)
 
 ModelOption = Annotated[str, _flag("model", "--model")]
 WeightsOption = Annotated[str | None, _flag("weights")]
@@ -24,7 +28,7 @@ ImageSizeOption = Annotated[int | None, _flag("image_size", min=1)]
 MeanOption = Annotated[str | None, _flag("mean", metavar="R,G,B")]
 StdOption = Annotated[str | None, _flag("std", metavar="R,G,B")]
 HeadOption = Annotated[str | None, _flag("head")]
-DeviceOption = Annotated[str, _flag("device", show_default=True)]
+DeviceOption = Annotated[str, _flag("device")]
 DataOption = Annotated[
     str,
     typer.Option(

@@ -11,7 +11,7 @@ next power of two that covers the image, and frost textures are enlarged just en
 cover it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Final
 
@@ -21,10 +21,11 @@ import numpy.typing as npt
 from .randomness import Streams
 from .table import CORRUPTIONS, PRESETS, Corruption
 
-__all__ = ["CORRUPTIONS", "HELD_OUT", "NAMES", "PRESETS", "Corruption", "corrupt", "frost_is_standard"]
+__all__ = ["CORRUPTIONS", "HELD_OUT", "NAMES", "PRESETS", "Corruption", "choose_names", "corrupt", "frost_is_standard"]
 
 NAMES: Final = tuple(row.name for row in CORRUPTIONS.values() if row.group in ("noise", "blur", "weather", "digital"))
 HELD_OUT: Final = tuple(row.name for row in CORRUPTIONS.values() if row.group == "extra")  # for validation
+_GROUPS: Final = {"all": NAMES, "held-out": HELD_OUT}
 
 
 def corrupt(
@@ -74,6 +75,20 @@ def corrupt(
         streams = Streams(int(seed), row.id, int(severity), indices[part])
         corrupted[part] = function(np.ascontiguousarray(images[part]), streams, *parameters)
     return corrupted
+
+
+def choose_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Corruptions by their names, or by `all` (the 15 of the paper) and `held-out`, in the order of the table.
+
+    >>> choose_names("fog,snow"), choose_names(["held-out"])[0]
+    (('snow', 'fog'), 'speckle_noise')
+    """
+    chosen: set[str] = set()
+    for name in (part.strip() for part in (names.split(",") if isinstance(names, str) else names)):
+        if name not in CORRUPTIONS and name not in _GROUPS:
+            raise ValueError(_unknown("corruption", name, (*_GROUPS, *CORRUPTIONS)))
+        chosen |= set(_GROUPS.get(name, (name,)))
+    return tuple(name for name in CORRUPTIONS if name in chosen)
 
 
 def frost_is_standard() -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 Row = tuple[float, ...]
 Rows = tuple[Row, Row, Row, Row, Row]
 
-PRESETS: Final = ("cifar", "imagenet", "tinyimagenet")
+Preset = Literal["cifar", "imagenet", "tinyimagenet"]
+PRESETS: Final[tuple[str, ...]] = get_args(Preset)
 
 
 @dataclass(frozen=True)
