@@ -13,9 +13,9 @@ from cafe_tta.options import Options, describe
 def flag(options: type[Options], name: str, *names: str, **more: Any) -> Any:
     """A flag with the meaning of a declared option. An option without a value shows no default."""
     described = next(described for described in describe(options) if described.name == name)
-    shown: dict[str, Any] = {"rich_help_panel": described.extra.get("panel")}
-    shown["show_default"] = described.default not in (None, "") and described.default is not False
-    return typer.Option(*names, help=described.meaning, **shown, **more)
+    panel, default = described.extra.get("panel"), described.default
+    more["show_default"] = default not in (None, "") and default is not False
+    return typer.Option(..., *names, help=described.meaning, rich_help_panel=panel, **more)
 
 
 _flag = partial(flag, models.ModelOptions)
@@ -45,10 +45,15 @@ choose_device = models.choose_device
 match_labels = data.match_labels
 
 
-def load_model(spec: str, *, mean: str | None, std: str | None, **options: Any) -> Model:
-    """The model that the options describe, split and on its device."""
+def model_options(spec: str, *, mean: str | None, std: str | None, **options: Any) -> models.ModelOptions:
+    """The options of the model, from the values of the flags."""
     options |= {"mean": three_numbers("mean", mean), "std": three_numbers("std", std)}
-    return models.load_classifier(models.ModelOptions(spec, **options))
+    return models.ModelOptions(spec, **options)
+
+
+def load_model(spec: str, **options: Any) -> Model:
+    """The model that the flags describe, split and on its device."""
+    return models.load_classifier(model_options(spec, **options))
 
 
 def three_numbers(option: str, text: str | None) -> tuple[float, float, float] | None:
