@@ -33,7 +33,7 @@ def main() -> None:
     loaded = models.load(args.model, weights=args.weights, size=args.size, mean=args.mean, std=args.std)
     images = data.load(args.data)
     classifier = split_classifier(loaded.model)
-    batches = (batch.images for batch in data.batches(images, 256, loaded.preprocessing))
+    batches = data.Loader(images, loaded.preprocessing, 256)
     stats = FeatureStats.fit(classifier, batches)
     source = stats.group(args.num_groups)
     eigenvalues = torch.cat([torch.linalg.eigvalsh(cov) for cov in source.covs])

@@ -38,7 +38,7 @@ def main() -> None:
         """Features of the images, and the share that is classified rightly."""
         features, hits = [], 0
         count = min(args.limit, len(images))
-        for batch in data.batches(images, args.batch, loaded.preprocessing, order=range(count)):
+        for batch in data.Loader(images, loaded.preprocessing, args.batch, order=range(count)).batches():
             found, logits = classifier.features_and_logits(batch.images)
             features.append(found)
             hits += int((logits.argmax(1).numpy() == images.labels[batch.indices]).sum())

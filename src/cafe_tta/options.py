@@ -154,7 +154,9 @@ class Described:
             return
         expected = self._expected(value)
         if expected:
-            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}")
+            choices = [word for kind in _alternatives(self.hint) for word in typing.get_args(kind)]
+            hint = did_you_mean(str(value), [word for word in choices if isinstance(word, str)])
+            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}{hint}")
 
     def _expected(self, value: Any) -> str:
         """What was expected instead of this value; empty where it is good."""

@@ -55,7 +55,7 @@ class SourceSide:
         folder.mkdir(parents=True, exist_ok=True)
         self._loaded = self._load_model()
         self.preprocessing = self._loaded.preprocessing
-        self.classifier: SplitClassifier = split_classifier(models.laid_out(self._loaded.model))
+        self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
         self._groups: dict[tuple[int, int | None], SourceStats] = {}
 
     @cached_property

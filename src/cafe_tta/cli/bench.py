@@ -22,8 +22,8 @@ from cafe_tta.bench.runner import Runner, describe
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import inputs
 from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
-from cafe_tta.cli.corrupt import choose_names
 from cafe_tta.cli.options import parse_settings
+from cafe_tta.corruptions import choose_names
 from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT, POLL_INTERVAL
 from cafe_tta.methods import METHODS

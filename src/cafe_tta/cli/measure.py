@@ -45,7 +45,7 @@ def measure(
     features: tuple[list[Tensor], list[Tensor]] = ([], [])
     hits: tuple[list[Tensor], list[Tensor]] = ([], [])
     place = classifier.head.weight
-    for batch in data.batches(imageset, batch_size, preprocessing, order=order, workers=workers):
+    for batch in data.Loader(imageset, preprocessing, batch_size, order=order, workers=workers).batches():
         images = batch.images.to(place)
         with torch.no_grad(), evaluating(classifier):
             before = classifier.features_and_logits(images)
