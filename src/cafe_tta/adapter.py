@@ -78,6 +78,7 @@ class Adapter(nn.Module):
 
     name: ClassVar[str]
     needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
+    adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}

@@ -22,7 +22,6 @@ from cafe_tta.bench.runner import Runner, describe
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import inputs
 from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
-from cafe_tta.cli.options import parse_settings
 from cafe_tta.corruptions import choose_names
 from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT, POLL_INTERVAL
@@ -315,7 +314,7 @@ def _options(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[st
         if not chosen:
             raise ValueError(f"no method has an option {option!r} (--set {setting})")
         for name in chosen:
-            options.setdefault(name, {}).update(parse_settings(name, [text]))
+            options.setdefault(name, {}).update(_parse_settings(name, [text]))
     return options
 
 
@@ -326,7 +325,7 @@ def _methods(text: str) -> tuple[list[str], dict[str, Variant]]:
     for label in labels:
         if (match := re.fullmatch(r"([^()]+)\((.+)\)", label)) is not None:
             name = match[1].strip()
-            variants[label] = name, parse_settings(name, match[2].split(","))
+            variants[label] = name, _parse_settings(name, match[2].split(","))
     return labels, variants
 
 
@@ -389,3 +388,9 @@ def _duration(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def _parse_settings(name: str, settings: Sequence[str]) -> dict[str, Any]:
+    from cafe_tta.options import parse, split_assignments
+
+    return parse(METHODS[name].Config, split_assignments(settings), name)
