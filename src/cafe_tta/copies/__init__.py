@@ -17,6 +17,6 @@ from cafe_tta.copies.job import Job as Job
 from cafe_tta.copies.job import Settings as Settings
 from cafe_tta.copies.job import choose_severities as choose_severities
 from cafe_tta.copies.job import plan as plan
-from cafe_tta.copies.make import Copies as Copies
-from cafe_tta.copies.make import carry_out as carry_out
-from cafe_tta.copies.make import make as make
+from cafe_tta.copies.run import Copies as Copies
+from cafe_tta.copies.run import carry_out as carry_out
+from cafe_tta.copies.run import make as make
