@@ -59,6 +59,7 @@ class Adapter(nn.Module):
     name: ClassVar[str]
     needs: ClassVar[str | None] = None  # of the source domain: None | "stats" | "histograms" | "posterior" | "data"
     adds_up: ClassVar[bool] = False  # what it knows of a batch, through `ranks`: then many processes may adapt as one
+    remark: ClassVar[str] = ""  # a sentence for the captions of results tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cafe_tta import data, models
-from cafe_tta.bench.experiments import Base, Choice
+from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.source.histograms import SourceHistograms
 from cafe_tta.source.swag import Posterior
@@ -46,9 +46,9 @@ class SourceSide:
     """A classifier and all that is known of its source domain. Each part is made when it is first asked for."""
 
     def __init__(
-        self, base: Base, folder: Path, options: SourceOptions | None = None, say: Say = lambda _: None
+        self, dataset: Dataset, folder: Path, options: SourceOptions | None = None, say: Say = lambda _: None
     ) -> None:
-        self.base = base
+        self.dataset = dataset
         self.options = options or SourceOptions()
         self.folder = folder
         self.say = say
@@ -60,7 +60,7 @@ class SourceSide:
 
     @cached_property
     def images(self) -> data.ImageSet:
-        return data.load(self.base.source_data)
+        return data.load(self.dataset.source_data)
 
     @cached_property
     def indices(self) -> list[int]:
@@ -80,10 +80,10 @@ class SourceSide:
         stats.save(path)
         return stats
 
-    def grouped(self, choice: Choice | None = None) -> SourceStats:
-        """The statistics in groups: the data set's number of them, or a choice's own."""
-        wanted = None if choice is None else choice.num_groups
-        num_groups = wanted or self.options.num_groups or self.base.num_groups
+    def grouped(self, row: Row | None = None) -> SourceStats:
+        """The statistics in groups: the data set's number of them, or those of a row."""
+        wanted = None if row is None else row.num_groups
+        num_groups = wanted or self.options.num_groups or self.dataset.num_groups
         limit = self.options.max_group_size
         if (num_groups, limit) not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
@@ -131,10 +131,10 @@ class SourceSide:
         posterior.save(path)
         return posterior
 
-    def needs(self, choice: Choice, needs: str | None, batch_size: int) -> Any:
+    def needs(self, row: Row, needs: str | None, batch_size: int) -> Any:
         """What a method takes from the source domain."""
         if needs == "stats":
-            return self.grouped(choice)
+            return self.grouped(row)
         if needs == "histograms":
             return self.histograms
         if needs == "posterior":
@@ -154,16 +154,16 @@ class SourceSide:
         }
 
     def _load_model(self) -> models.LoadedModel:
-        if self.base.model == "digits":
+        if self.dataset.model == "digits":
             return self._embedded_model()
         return models.load(
-            self.base.model,
+            self.dataset.model,
             weights=self.options.weights,
             num_classes=self.options.num_classes,
-            pretrained=self.base.pretrained and self.options.weights is None,
-            size=self.base.size,
-            mean=self.base.mean,
-            std=self.base.std,
+            pretrained=self.dataset.pretrained and self.options.weights is None,
+            size=self.dataset.size,
+            mean=self.dataset.mean,
+            std=self.dataset.std,
         )
 
     def _embedded_model(self) -> models.LoadedModel:

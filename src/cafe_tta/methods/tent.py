@@ -31,6 +31,7 @@ class Tent(GradientAdapter):
 
     name = "tent"
     adds_up = True
+    remark = "Tent keeps no running statistics: it normalises with the batch that it answers."
     Config = TentConfig
     presets: ClassVar = {
         "cifar": TentConfig(),
