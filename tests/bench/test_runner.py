@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import cafe_tta as cafe
+from cafe_tta import bench
+from cafe_tta.bench import protocols, source_side
 from cafe_tta.bench import records as records_module
-from cafe_tta.bench import source_side
-from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, plan
+from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Experiment, plan
+from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import Record, Results, read
 from cafe_tta.bench.runner import Runner
 from cafe_tta.bench.source_side import SourceSide
@@ -303,3 +305,39 @@ def test_other_corruptions_can_be_dealt():
         app, ["bench", "mixed", "--seeds", "1", "--limit", "40", "--corruptions", "held-out", "--show-episodes"]
     )
     assert "spatter-5" in result.output.replace("\n", "") and "fog" not in result.output
+
+
+def test_a_protocol_is_one_value(results, monkeypatch):
+    """A toy protocol, without a title and a colour, goes through the runner, the tables, the figures and the page."""
+
+    def halves(num_images, corruptions, severities, seed, limit, copies):
+        """Half of the images clean, then half of them foggy."""
+        images = np.random.default_rng(seed).permutation(num_images)[:limit]
+        domains = (protocols.CLEAN, protocols.Domain("fog", 5))
+        return [protocols.Episode("halves", images, domains, (np.arange(len(images)) >= len(images) // 2).astype(int))]
+
+    monkeypatch.setitem(PROTOCOLS, "halves", protocols.Protocol("halves", halves))
+    monkeypatch.setitem(EXPERIMENTS, "halves", Experiment("halves", "clean, then fog", ("halves",)))
+    toy = bench.plan("halves", DIGITS, methods=["source", "adabn"], seeds=(0,), limit=40)
+    made = bench.run(toy, results)
+    assert [(record.label, record.protocol) for record in made] == [("source", "halves"), ("adabn", "halves")]
+    assert made[0].episode.domains == {"clean": 20, "fog-5": 20}
+    paths = bench.report.write(bench.report.make([results]))
+    assert "digits halves" in (results / "report" / "tables.md").read_text() and paths[0].parent == results / "report"
+    assert "digits halves" in (results / "report" / "index.html").read_text()
+    assert (results / "report" / "figures" / "frechet.png").stat().st_size > 5000
+    assert bench.run(toy, results) == made  # nothing is done twice
+
+
+def test_a_record_is_written_and_read_by_one_class(results, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/cafe-tta", "bench", "mixed", "--methods", "cafe(lr=0.1)"])
+    runner = make_runner(results, methods=["adabn"], seeds=(0,))
+    runner.work()
+    (record,) = read(results / "records.jsonl")
+    line = json.loads((results / "records.jsonl").read_text())
+    assert line["command"] == record.command == "cafe-tta bench mixed --methods 'cafe(lr=0.1)'"
+    assert json.loads(json.dumps(record.to_json())) == line
+    assert Record.from_json(line, record.origin) == record
+    assert line.keys() - {"format", "images_per_second"} == {field.name for field in fields(Record)} - {"origin"}
+    page = bench.report.write(bench.report.make([results]))[3].read_text()
+    assert "cafe-tta bench mixed --methods &#x27;cafe(lr=0.1)&#x27;" in page

@@ -1,4 +1,4 @@
-"""The source side of an experiment: the model, and what the methods need of its training data. Computed once."""
+"""The source side of an experiment: the model, and what the methods need from its training data. Computed once."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,13 +29,13 @@ ARCHITECTURE = "cafe:digits-resnet"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What may be said about the source side beyond the data set's own."""
+    """Changes to the source side of a data set."""
 
     weights: Path | None = None
     num_classes: int | None = None
     limit: int | None = None  # source images used; a seeded subset
     posterior: Path | None = None  # a SWAG posterior made before
-    swag_epochs: int = 0  # else: collect one around the weights, in so many epochs
+    swag_epochs: int = 0  # without one: collect it around the weights in this many epochs
     swag_lr: float = 1e-4
     num_groups: int | None = None
     max_group_size: int | None = None
@@ -43,7 +43,7 @@ class SourceOptions:
 
 
 class SourceSide:
-    """A classifier and all that is known of its source domain. Each part is made when it is first asked for."""
+    """A classifier and everything the methods need from its source domain, each part made on first use."""
 
     def __init__(
         self, dataset: Dataset, folder: Path, options: SourceOptions | None = None, say: Say = lambda _: None
@@ -88,15 +88,15 @@ class SourceSide:
         if (num_groups, limit) not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
             if path.exists():
-                found = SourceStats.load(path)
-                if found.meta.get("count") == self.stats.count and found.meta.get("seed") == self.options.group_seed:
-                    found.check_belongs_to(self.classifier)
-                    self._groups[num_groups, limit] = found
-                    return found
+                source = SourceStats.load(path)
+                if source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.options.group_seed:
+                    source.check_belongs_to(self.classifier)
+                    self._groups[num_groups, limit] = source
+                    return source
             self.say(f"grouping {len(self.stats.mean)} features into {num_groups}")
-            found = self.stats.group(num_groups, seed=self.options.group_seed, max_group_size=limit)
-            found.save(path)
-            self._groups[num_groups, limit] = found
+            source = self.stats.group(num_groups, seed=self.options.group_seed, max_group_size=limit)
+            source.save(path)
+            self._groups[num_groups, limit] = source
         return self._groups[num_groups, limit]
 
     @cached_property
@@ -108,7 +108,7 @@ class SourceSide:
                 histograms.check_belongs_to(self.classifier)
                 return histograms
         self.say(f"computing histograms of {len(self.indices)} source images")
-        histograms = SourceHistograms.fit(self.classifier, _Again(self._image_batches))
+        histograms = SourceHistograms.fit(self.classifier, _Repeatable(self._image_batches))
         histograms.save(path)
         return histograms
 
@@ -119,8 +119,8 @@ class SourceSide:
             return Posterior.load(path)
         if not self.options.swag_epochs:
             raise ValueError(
-                "bacs needs a SWAG posterior of the model's weights: give one with --posterior FILE, "
-                "or collect one with --swag-epochs N; or leave bacs out with --methods"
+                "expected a SWAG posterior of the model's weights, but got none: pass `posterior`, or collect one with "
+                "`swag_epochs`, or leave out the methods that need it"
             )
         self.say(f"collecting SWAG in {self.options.swag_epochs} epochs over {len(self.indices)} source images")
         images, labels = self._tensors()
@@ -140,7 +140,7 @@ class SourceSide:
         if needs == "posterior":
             return self.posterior
         if needs == "data":
-            return _Again(lambda: self._labelled_batches(batch_size))
+            return _Repeatable(lambda: self._labelled_batches(batch_size))
         return None
 
     def describe_model(self) -> dict[str, Any]:
@@ -203,8 +203,8 @@ class SourceSide:
             yield self.preprocessing(self.images.images(part)), torch.from_numpy(labels[part])
 
 
-class _Again:
-    """An iterable that can be gone through as often as one likes."""
+class _Repeatable:
+    """An iterable that can be iterated more than once."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self._start = start

@@ -577,9 +577,12 @@ def draw_summary(column: Column, samples: Sequence[tuple[str, Any]] = ()) -> Dra
                 right.errorbar(value.mean, y, xerr=value.std, capsize=3, lw=1, **styled[row.label].point())
                 right.text(value.mean, y + 0.26, f"{value.mean:.1f}", ha="center", fontsize=8)
             if value := left.get(row.label):
-                near.barh(y, value.mean, 0.7, color=styled[row.label].colour)
-                near.annotate(f"{value.mean:.2f}", (value.mean, y), (3, 0), textcoords="offset points", va="center")
-        right.set_xlabel(f"accuracy on {column.name}, {column.mode} [%]")
+                colour = styled[row.label].colour
+                near.barh(y, value.mean, 0.7, facecolor="white" if row.is_reference else colour, edgecolor=colour)
+                label: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+                near.annotate(f"{value.mean:.2f}", (value.mean, y), (3, 0), **label)
+        seeds = f" (mean ± std of {len(column.seeds)} seeds)" if len(column.seeds) > 1 else ""
+        right.set_xlabel(f"accuracy on {column.name}, {column.mode} [%]{seeds}")
         near.set_xlabel("Fréchet distance of the features to the source's")
         near.margins(x=0.12)
         for axes, labels in ((right, [row.label for row in lines]), (near, [])):
