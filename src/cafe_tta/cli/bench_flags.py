@@ -19,7 +19,9 @@ def _source(help: str, *names: str, **rules: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=_SOURCE, **{"show_default": False, **rules})
 
 
-ExperimentName = Annotated[str | None, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.", show_default=False)]
+ExperimentName = Annotated[
+    str | None, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.", show_default=False, metavar="[EXPERIMENT]")
+]
 Output = Annotated[
     Path | None,
     typer.Option(help="Folder for the records; by default results/EXPERIMENT-DATASET.", show_default=False),

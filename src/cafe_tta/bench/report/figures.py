@@ -4,7 +4,7 @@ import io
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,10 +228,8 @@ def _overview(mode: str, made: list[Column], lines: list[Row], styled: Styles, w
             figure.legend(handles=[dot, tick], loc="outside lower right", ncols=2)
 
     size = (1.3 + 2.1 * across + (0.6 if across == 1 else 0), down * (0.23 * len(lines) + 0.65) + 0.35)
-    title = f"Accuracy of every method, {mode}"
-    return draw(
-        f"accuracy-{mode}", title, "Mean and standard deviation over seeds. The axes do not begin at 0.", size, paint
-    )
+    caption = "Mean and standard deviation over seeds. The axes do not begin at 0."
+    return draw(f"accuracy-{mode}", f"Accuracy of every method, {mode}", caption, size, paint)
 
 
 def draw_corruptions(records: Sequence[Record], styled: Styles) -> list[Drawing]:
@@ -258,13 +256,7 @@ def _per_corruption(column: Column, names: list[str], styled: Styles) -> Drawing
             spreads = [values[name].std or 0.0 if name in values else 0.0 for name in names]
             xs = [x + shift for x in range(len(names))]
             axes.errorbar(xs, means, spreads, ls="none", elinewidth=0.8, **_small(styled[row.label]))
-        axes.set_xticks(
-            range(len(names)),
-            [name.replace("_", " ") for name in names],
-            rotation=30,
-            ha="right",
-            rotation_mode="anchor",
-        )
+        _name_along(axes, range(len(names)), names, rotation=30)
         axes.set_xlim(-0.5, len(names) - 0.5)
         axes.grid(axis="x", visible=False)
         axes.tick_params(axis="x", length=0)
@@ -275,6 +267,11 @@ def _per_corruption(column: Column, names: list[str], styled: Styles) -> Drawing
     title = f"Accuracy on each corruption: {column.name}, {column.mode}"
     caption = "Averaged over severities; mean and standard deviation over seeds. The axis does not begin at 0."
     return draw(name, title, caption, (min(10.5, 2.6 + 0.55 * len(names)), 3.6), paint)
+
+
+def _name_along(axes: Any, positions: Sequence[float], names: Sequence[str], **look: Any) -> None:
+    labels = [name.replace("_", " ") for name in names]
+    axes.set_xticks(positions, labels, ha="right", rotation_mode="anchor", **look)
 
 
 def by_corruption(records: Sequence[Record]) -> dict[str, Estimate]:
@@ -290,12 +287,18 @@ def by_corruption(records: Sequence[Record]) -> dict[str, Estimate]:
 
 
 def draw_cost(records: Sequence[Record], styled: Styles) -> list[Drawing]:
-    """Accuracy against milliseconds an image, for each data set and mode."""
-    dealt: dict[tuple[str, str], list[Column]] = defaultdict(list)
-    for column in main_columns(records):
-        if all(record.seconds > 0 for record in column.records):
-            dealt[column.dataset, column.mode].append(column)
-    return [_cost(dataset, mode, made, styled) for (dataset, mode), made in dealt.items()]
+    """Accuracy against milliseconds per image, for each data set and mode."""
+    timed = [column for column in main_columns(records) if all(record.seconds > 0 for record in column.records)]
+    modes = dict.fromkeys(column.mode for column in timed)
+    dealt = {mode: _by_dataset(column for column in timed if column.mode == mode) for mode in modes}
+    return [_cost(dataset, mode, made, styled) for mode in modes for dataset, made in dealt[mode].items()]
+
+
+def _by_dataset(made: Iterable[Column]) -> dict[str, list[Column]]:
+    dealt: dict[str, list[Column]] = defaultdict(list)
+    for column in made:
+        dealt[column.dataset].append(column)
+    return dealt
 
 
 def _cost(dataset: str, mode: str, made: list[Column], styled: Styles) -> Drawing:
@@ -450,14 +453,11 @@ def _sizes(dataset: str, by_k: dict[tuple[int, int | None], list[int]], batches:
 
 
 def draw_streams(records: Sequence[Record], styled: Styles) -> list[Drawing]:
-    """Accuracy of the answers given on the way, for each data set: one panel a protocol."""
+    """Accuracy of the answers given on the way, for each data set: one panel per protocol."""
     streamed = [record for record in records if len(record.stream) > 1]
     drawings = []
-    by_dataset: dict[str, list[Column]] = defaultdict(list)
-    for column in main_columns(streamed):
-        by_dataset[column.dataset].append(column)
-    for dataset, made in by_dataset.items():
-        mode = next(mode for mode in (*reversed(MODES), made[0].mode) if any(column.mode == mode for column in made))
+    for dataset, made in _by_dataset(main_columns(streamed)).items():
+        mode = max((column.mode for column in made), key=lambda mode: rank(MODES, mode))  # online, where there is any
         drawings.append(_streams(dataset, mode, [column for column in made if column.mode == mode], styled))
     return drawings
 
@@ -497,9 +497,7 @@ def along_the_stream(records: Sequence[Record]) -> list[float]:
 
 def draw_frechet(records: Sequence[Record]) -> list[Drawing]:
     """The paper's Fig. 2: the distance that is left after adapting, for each method and protocol."""
-    by_dataset: dict[str, list[Column]] = defaultdict(list)
-    for column in distance_columns(records, "frechet"):
-        by_dataset[column.dataset].append(column)
+    by_dataset = _by_dataset(distance_columns(records, "frechet"))
     if not by_dataset:
         return []
     panels = list(by_dataset.items())
@@ -605,8 +603,7 @@ def _paint_samples(axes: Any, samples: Sequence[tuple[str, Any]]) -> None:
     axes.imshow(np.concatenate(tiles[:-1], axis=1), interpolation="nearest")
     width = samples[0][1].shape[1]
     middles = [width / 2 + (width + 2) * i for i in range(len(samples))]
-    names = [name.replace("_", " ") for name, _ in samples]
-    axes.set_xticks(middles, names, rotation=35, ha="right", rotation_mode="anchor", fontsize=7)
+    _name_along(axes, middles, [name for name, _ in samples], rotation=35, fontsize=7)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

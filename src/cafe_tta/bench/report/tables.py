@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from cafe_tta import corruptions
@@ -337,12 +338,7 @@ def distance_columns(records: Sequence[Record], kind: str) -> list[Column]:
 
 def distance(kind: str, moment: str) -> Value:
     """A distance of a record: `frechet` or `alignment`, before or after adapting."""
-
-    def value(record: Record) -> float | None:
-        number: float | None = getattr(record, f"{kind}_{moment}")
-        return number
-
-    return value
+    return attrgetter(f"{kind}_{moment}")
 
 
 def distance_table(records: Sequence[Record], kind: str) -> Table | None:
