@@ -81,12 +81,19 @@ def read(config: type[O], given: Mapping[str, Any]) -> O:
             if value is None:
                 continue
             try:
-                value = described.parse(value) if isinstance(value, str) else value
+                value = _parsed(described, value)
                 described.check(value)
             except ValueError as error:
                 raise ValueError(f"{error} ({_flag(name)})") from None
             values[described.name] = values.get(described.name, []) + value if isinstance(value, list) else value
     return config(**values)
+
+
+def _parsed(described: Described, value: Any) -> Any:
+    if isinstance(value, list):  # of a repeated flag: texts and paths may hold commas, numbers are separated by them
+        (kind,) = typing.get_args(described.hint)
+        return [kind(text) for text in value] if kind in (str, Path) else [n for v in value for n in described.parse(v)]
+    return described.parse(value) if isinstance(value, str) else value
 
 
 def _is_options(annotation: Any) -> bool:
