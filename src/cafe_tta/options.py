@@ -70,12 +70,15 @@ def option(
     """A field of an `Options` class: its default, what it means, and the numbers that it may be.
 
     A field of type `Literal[...]` admits those words only; one of type `... | None` also admits None. `extra` is for
-    whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`.
+    whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`, and
+    `aliases=("old_name",)` for names that settings files and flags still accept. `pattern=(regex, "in words")` is
+    what a text must match. The value of an option with `secret=True` is in no error and no `repr`.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
+    shown = not extra.get("secret", False)
     if isinstance(default, (list, dict, set)):
-        return field(default_factory=default.copy, metadata={_RULE: rule})
-    return field(default=default, metadata={_RULE: rule})
+        return field(default_factory=default.copy, metadata={_RULE: rule}, repr=shown)
+    return field(default=default, metadata={_RULE: rule}, repr=shown)
 
 
 class Options:
@@ -151,7 +154,8 @@ class Described:
             return
         expected = self._expected(value)
         if expected:
-            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}")
+            got = "" if self.extra.get("secret") else f", but got {value!r}"
+            raise ValueError(f"expected `{self.name}` to be {expected}{got}")
 
     def _expected(self, value: Any) -> str:
         """What was expected instead of this value; empty where it is good."""
@@ -164,6 +168,9 @@ class Described:
             return f"{' or '.join(map(_words, kinds))}{or_none}"
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and not self.rule.admits(float(value)):
             return f"{self.rule.bounds() or 'finite'}{or_none}"
+        pattern, words = self.extra.get("pattern", (".*", ""))
+        if isinstance(value, str) and not re.fullmatch(pattern, value, re.DOTALL):
+            return f"{words}{or_none}"
         return ""
 
     def parse(self, text: str) -> Any:

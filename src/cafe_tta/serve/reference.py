@@ -1,4 +1,4 @@
-"""How far features are from the source's: the alignment loss beside the gate's threshold, and the Fréchet distance.
+"""The distance of features from the source: alignment loss, drift against the gate's threshold, Fréchet distance.
 
 Only the groups' own moments leave the training site, so the Fréchet distance here is that of the groups: the sum of
 the distances between each group's Gaussians, which is the distance between Gaussians without correlations across
@@ -13,51 +13,50 @@ from cafe_tta.gaussians import SourceGaussians
 from cafe_tta.losses import EIGENVALUE_FLOOR
 from cafe_tta.stats import SourceStats
 
-FEWEST = 16  # images: of fewer, neither covariance nor threshold means anything
+FEWEST = 16  # images: with fewer, neither covariance nor threshold means anything
 
 
-class Yardstick:
+class Reference:
     """Measures features against the source statistics."""
 
     def __init__(self, source: SourceStats, gate_margin: float) -> None:
         known = source.meta.get("alignment") or {}
-        self.gate = Gate(known, gate_margin) if known.get("largest") else None
         self.sizes = [len(dims) for dims in source.groups]
-        self.total_variance = float(sum(cov.trace() for cov in source.covs))
+        self._gate = Gate(known, gate_margin) if known.get("largest") else None
+        self._total_variance = float(sum(cov.trace() for cov in source.covs))
         self._gaussians = SourceGaussians(source, known.get("eigenvalue_floor", EIGENVALUE_FLOOR))
         self._frechet = _Frechet(source)
 
     def divergences(self, features: Tensor) -> Tensor:
-        """(K,): of each group."""
+        """The divergence of each group from the source, (K,)."""
         with torch.no_grad():
             moments = self._gaussians.moments(features)
             return self._gaussians.divergence(moments, SAMPLES_PER_DIM).values.cpu()
 
     def alignment(self, features: Tensor) -> float:
+        """The alignment loss: the mean divergence over the groups."""
         return float(self.divergences(features).mean())
 
-    def drift(self, alignment: float, images: int) -> float | None:
-        """Alignment beside the largest that still looks like the source: at most 1 does. None where nobody knows."""
-        if self.gate is None or images < FEWEST:
-            return None
-        return alignment / self.gate.threshold(images)
+    def threshold(self, images: int) -> float | None:
+        """The largest alignment loss of this many images that looks like the source; None if unknown."""
+        return None if self._gate is None or images < FEWEST else self._gate.threshold(images)
 
-    def drift_of(self, features: Tensor) -> float | None:
-        if self.gate is None or len(features) < FEWEST:
-            return None
-        return self.drift(self.alignment(features), len(features))
+    def drift(self, features: Tensor) -> float | None:
+        """Alignment loss / threshold: at most 1 looks like the source; None if unknown."""
+        threshold = self.threshold(len(features))
+        return None if threshold is None else self.alignment(features) / threshold
 
     def frechet(self, features: Tensor) -> float:
-        """Fréchet distance of the groups to the source's."""
+        """The Fréchet distance to the source, summed over the groups."""
         return self._frechet.distance(features.detach().double().cpu())
 
     def dispersion(self, features: Tensor) -> float:
-        """Variance of the features over all their dimensions, beside the source's."""
-        return float(features.var(0, correction=0).sum()) / max(self.total_variance, 1e-12)
+        """The variance of the features, summed over the dimensions, divided by that of the source."""
+        return float(features.var(0, correction=0).sum()) / max(self._total_variance, 1e-12)
 
 
 class _Frechet:
-    """The source's groups, those of similar width together: thousands of tiny eigenvalue problems in a few calls."""
+    """The groups of the source in buckets of similar width: thousands of tiny eigenvalue problems in a few calls."""
 
     def __init__(self, source: SourceStats) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

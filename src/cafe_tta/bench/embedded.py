@@ -1,13 +1,13 @@
 """The embedded model of `serve` and `simulate`: a small ResNet of handwritten digits, trained once and then kept."""
 
-import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.cli.inputs import Model
+from cafe_tta.loading import Model
+from cafe_tta.locking import lock_file
 from cafe_tta.stats import SourceStats
 
 
@@ -37,8 +37,8 @@ def embedded_digits(folder: Path | None = None, say: Callable[[str], None] = lam
 
     folder = cache_folder() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a server and a simulator started together: one trains, the other waits
+    # A server and a simulator that are started together: one trains, the other waits.
+    with lock_file(folder / ".lock", wait=True):
         side = SourceSide(BASES["digits"], folder, say=say)
         stats = side.grouped()
     model = Model(side.classifier.eval(), str(side.describe_model()["architecture"]), side.preprocessing, CLASSES)
