@@ -82,16 +82,21 @@ def _parameter(described: Described, name: str, hidden: bool) -> inspect.Paramet
     if bool in kinds:
         annotation, flag = bool | None, f"{flag}/--no-{flag[2:]}"
     else:
-        usual = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "TEXT")
-        settings["metavar"] = described.extra.get("metavar", usual)
+        settings["metavar"] = described.extra.get("metavar", _metavar(described.hint, kinds))
         annotation = list[str] | None if kind is list else str | None
     annotation = Annotated[annotation, typer.Option(flag, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _metavar(hint: Any, kinds: tuple[Any, ...]) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, kinds))
+    return next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "TEXT")
+
+
 def _default(described: Described) -> str:
     """The default, for the end of a help text; nothing where the option is off or not given."""
-    if described.default in (None, False, []):
+    if described.default is None or described.default is False or described.default == []:
         return ""
     return f" Default: {'on' if described.default is True else described.default}."
 
