@@ -13,7 +13,7 @@ from cafe_tta.bench.run import run
 from cafe_tta.bench.stream import Stream
 from cafe_tta.classifier import split_classifier
 from cafe_tta.methods import create
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     loaded = models.load(args.model, weights=args.weights, size=args.size, mean=args.mean, std=args.std)
     images = data.load(args.data)
     classifier = split_classifier(loaded.model)
-    batches = (batch.images for batch in data.batches(images, 256, loaded.preprocessing))
+    batches = data.Loader(images, loaded.preprocessing, 256)
     stats = FeatureStats.fit(classifier, batches)
     source = stats.group(args.num_groups)
     eigenvalues = torch.cat([torch.linalg.eigvalsh(cov) for cov in source.covs])

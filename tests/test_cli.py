@@ -24,7 +24,7 @@ from cafe_tta.cli import app
 from cafe_tta.cli.measure import Followed, Measurement
 from cafe_tta.cli.measure import notes as measure_notes
 from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
-from cafe_tta.digits_resnet import DigitsResNet
+from cafe_tta.models.digits_resnet import DigitsResNet
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
@@ -326,7 +326,7 @@ def small_training(output, *args):
 
 
 def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
-    from cafe_tta.cli import train as module
+    from cafe_tta.source import train_folder
     from cafe_tta.source.train import train
 
     def stopped(*args):
@@ -337,7 +337,7 @@ def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch
 
     run(*small_training(tmp_path / "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "train_classifier", stopped)
+        patch.setattr(train_folder, "train", stopped)
         result = run(*small_training(tmp_path / "cut"), code=130)
     assert result.stderr == "interrupted: 1 epochs of 3 are saved; the same command goes on\n"
     result = run(*small_training(tmp_path / "cut"))

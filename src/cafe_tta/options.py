@@ -7,21 +7,21 @@
         grams: float = option(18.0, "Coffee in the basket.", above=0)
         grind: Literal["fine", "coarse"] = option("fine", "How the beans are ground.")
 
-`BrewConfig(grams=-1)` raises, `help(BrewConfig)` lists the options, `parse(BrewConfig, {"grams": "18"})` reads text, and
-`describe(BrewConfig)` is what the command line, the server's settings and the docs are made from.
+`BrewConfig(grams=-1)` raises, `help(BrewConfig)` lists the options, `parse(BrewConfig, {"grams": "18"})` reads text,
+and `describe(BrewConfig)` is what the command line, the server's settings and the docs are made from.
 """
 
+import inspect
 import math
 import numbers
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 _NONE_WORDS = ("none", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")
@@ -72,7 +72,8 @@ def option(
     A field of type `Literal[...]` admits those words only; one of type `... | None` also admits None. `extra` is for
     whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`, and
     `aliases=("old_name",)` for names that settings files and flags still accept. `pattern=(regex, "in words")` is
-    what a text must match. The value of an option with `secret=True` is in no error and no `repr`.
+    what a text must match. The value of an option with `secret=True` is in no error and no `repr`; one with
+    `hidden=True` is not in `--help`.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
     shown = not extra.get("secret", False)
@@ -101,16 +102,22 @@ class Options:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _described: ClassVar[tuple["Described", ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        hints = typing.get_type_hints(cls).items()
+        cls._described = tuple(_described(cls, name, hint) for name, hint in hints if _is_option(cls, name))
         own = cls.__dict__.get("__doc__") or f"Options of {cls.__name__.removesuffix('Config')}."
-        lines = [f"    {described.name}: {described.sentence()}" for described in describe(cls)]
+        lines = [f"    {described.name}: {described.sentence()}" for described in cls._described]
         cls.__doc__ = "\n".join([own.rstrip(), "", "Options:", *lines]) if lines else own
 
     def __post_init__(self) -> None:
-        for described in describe(type(self)):
+        for described in self._described:
             described.check(getattr(self, described.name))
+
+
+C = TypeVar("C", bound=Options)
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,11 @@ class Described:
     def optional(self) -> bool:
         return type(None) in _alternatives(self.hint)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and the older ones that it still goes by."""
+        return self.name, *self.extra.get("aliases", ())
+
     def sentence(self) -> str:
         """Meaning, type, bounds and default, for a docstring."""
         default = "none" if self.default is None else self.default
@@ -154,7 +166,9 @@ class Described:
             return
         expected = self._expected(value)
         if expected:
-            got = "" if self.extra.get("secret") else f", but got {value!r}"
+            choices = [word for kind in _alternatives(self.hint) for word in typing.get_args(kind)]
+            hint = did_you_mean(str(value), [word for word in choices if isinstance(word, str)])
+            got = "" if self.extra.get("secret") else f", but got {value!r}{hint}"
             raise ValueError(f"expected `{self.name}` to be {expected}{got}")
 
     def _expected(self, value: Any) -> str:
@@ -167,11 +181,23 @@ class Described:
         if not any(_is_a(value, kind) for kind in kinds):
             return f"{' or '.join(map(_words, kinds))}{or_none}"
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and not self.rule.admits(float(value)):
-            return f"{self.rule.bounds() or 'finite'}{or_none}"
+            finite = ["finite"] if math.isinf(value) else []
+            return " and ".join(filter(None, [self.rule.bounds(), *finite])) + or_none
         pattern, words = self.extra.get("pattern", (".*", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value, re.DOTALL):
             return f"{words}{or_none}"
         return ""
+
+    def convert(self, value: Any) -> Any:
+        """A value from a file or a flag in the declared type: texts are parsed, lists become tuples."""
+        if isinstance(value, str) and not self.extra.get("secret"):  # a secret may well be called "none"
+            return self.parse(value)
+        if isinstance(value, list):
+            kind = next((kind for kind in _alternatives(self.hint) if typing.get_origin(kind) in (tuple, list)), list)
+            return (typing.get_origin(kind) or kind)(
+                Path(part) if Path in typing.get_args(kind) else part for part in value
+            )
+        return value
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for: `1e-3`, `yes`, `none`, `r,g,b`."""
@@ -185,11 +211,9 @@ class Described:
         raise ValueError(f"expected `{self.name}` to be {self.allowed}, but got {text!r}")
 
 
-@cache
 def describe(config: type[Options]) -> tuple[Described, ...]:
     """The options of a class, in the order of their declaration."""
-    hints = typing.get_type_hints(config)
-    return tuple(_described(config, name, hint) for name, hint in hints.items() if _is_option(config, name))
+    return config._described
 
 
 def parse(config: type[Options], texts: Mapping[str, str], owner: str = "") -> dict[str, Any]:
@@ -202,6 +226,32 @@ def parse(config: type[Options], texts: Mapping[str, str], owner: str = "") -> d
     known = {described.name: described for described in describe(config)}
     require_known(texts, known, owner or config.__name__)
     return {name: known[name].parse(text) for name, text in texts.items()}
+
+
+def combine(config: type[C], given: Iterable[tuple[str, Any, str]]) -> C:
+    """The options that values from several places make together: (name or alias, value, place in words) each.
+
+    Later values win, and texts are read as the declaration says. Errors name the place.
+
+    >>> from cafe_tta import CAFeConfig
+    >>> combine(CAFeConfig, [("lr", 0.1, "my.toml"), ("lr", "-1", "--lr")])
+    Traceback (most recent call last):
+    ValueError: expected `lr` to be at least 0, but got -1.0 (--lr)
+    """
+    known = {name: described for described in describe(config) for name in described.names}
+    values: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for name, value, place in given:
+        described = known[name]
+        problems.pop(described.name, None)
+        try:
+            values[described.name] = described.convert(value)
+            described.check(values[described.name])
+        except ValueError as error:
+            problems[described.name] = f"{error} ({place})"
+    if problems:
+        raise ValueError("; ".join(problems.values()))
+    return config(**values)
 
 
 def require_known(names: Iterable[str], known: Iterable[str], owner: str, what: str = "option") -> None:
@@ -264,7 +314,7 @@ def _described(config: type[Options], name: str, hint: Any) -> Described:
 def _own_field(config: type, name: str) -> Field[Any]:
     """A field of a class, also where the `dataclass` decorator has yet to run, as in `__init_subclass__`."""
     for base in config.__mro__:
-        if name in base.__dict__.get("__annotations__", {}):
+        if name in inspect.get_annotations(base):
             value = base.__dict__.get("__dataclass_fields__", {}).get(name, base.__dict__.get(name, MISSING))
             return value if isinstance(value, Field) else field(default=value)
     return field()

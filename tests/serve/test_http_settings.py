@@ -16,8 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from cafe_tta import models
-from cafe_tta.cli.flags import with_flags
-from cafe_tta.options import option
+from cafe_tta.cli.flags import flags, with_flags
+from cafe_tta.options import describe, option
 from cafe_tta.serve import Settings, build, load_settings
 from cafe_tta.serve.http.app import App, create_app
 
@@ -112,11 +112,12 @@ def test_a_setting_is_declared_once_and_has_flag_key_variable_check_and_document
 
 def test_every_setting_has_a_flag_with_a_whole_sentence():
     shown = CliRunner().invoke(serve_app(), ["--help"], env={"COLUMNS": "400"}).stdout
-    for field in fields(Settings):
-        assert f"--{field.name.replace('_', '-')}" in shown, field.name
-    for described in Settings.__doc__.partition("Options:")[2].strip().splitlines():
-        meaning = described.partition(": ")[2].partition(" [")[0]
-        assert meaning[0].isupper() and meaning.endswith("."), described
+    assert [described.name for described in describe(Settings)] == [field.name for field in fields(Settings)]
+    assert {flag.name for flag in flags(Settings)} == {n for described in describe(Settings) for n in described.names}
+    for described in describe(Settings):
+        hidden = described.extra.get("hidden", False)
+        assert (f"--{described.name.replace('_', '-')} " in shown) != hidden, described.name
+        assert described.meaning[0].isupper() and described.meaning.endswith("."), described.name
     assert "--guard" not in shown  # the old name works, and is not advertised
 
 
@@ -178,7 +179,7 @@ def command(capsys, monkeypatch, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, monkeypatch):
-    model = ("--model", files.model, "--stats", files.stats)
+    model = ("--model", files.model, "--source", files.stats)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -194,12 +195,20 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--model", "MODEL"), "error: cafe needs `stats`, a file of source statistics; make one with: cafe-tta stats"),
+        (
+            ("--model", "MODEL"),
+            "error: cafe needs stats of the source domain, but got none; give the file that `cafe-tta stats`",
+        ),
         (("--model", "MODEL", "--stats", "MODEL"), "error: "),
         (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),
         (("--model", "MODEL", "--stats", "STATS", "--set", "lrr=1"), "error: cafe has no option 'lrr'"),
         (("--model", "MODEL", "--stats", "STATS", "--step-images", "1"), "error: expected `step_images`"),
-        (("--stats", "STATS"), "error: expected `model` with `stats`"),
+        (("--stats", "STATS"), "error: expected `model` with `source`"),
+        (
+            ("--model", "MODEL", "--source", "STATS", "--stats", "STATS"),
+            "error: expected one file for each kind of source",
+        ),
+        (("--weights", "MODEL"), "error: expected `model` with `weights`"),
         (("--config", "missing.toml"), "error: missing.toml: No such file or directory"),
     ],
 )

@@ -10,7 +10,7 @@ from cafe_tta.serve import Service, Settings
 from cafe_tta.serve.buffer import Item
 from cafe_tta.serve.cameras import Camera, screen
 from cafe_tta.serve.judge import Figures, Judge, panels
-from cafe_tta.serve.reference import Reference
+from cafe_tta.source import Reference
 
 WAIT = 60.0
 
@@ -60,14 +60,14 @@ def test_frechet_distance_is_the_sum_over_the_groups(source):
     for dims, cov in zip(stats.groups, stats.covs, strict=True):
         part = features[:, dims].double()
         expected += cafe.metrics.frechet_distance(part.mean(0), part.T.cov(correction=0), stats.mean[dims], cov)
-    assert Reference(stats, 1.5).frechet(features) == pytest.approx(expected, rel=1e-6)
+    assert Reference(stats, margin=1.5).frechet(features) == pytest.approx(expected, rel=1e-6)
 
 
 def test_alignment_and_drift_agree_with_the_gate(source):
     stats = source.needs["stats"]
     with torch.no_grad():
         features = source.classifier.backbone(source.images[:32])
-    reference = Reference(stats, 2.0)
+    reference = Reference(stats, margin=2.0)
     assert reference.alignment(features) == pytest.approx(
         cafe.losses.alignment(features, stats, samples_per_dim=2.0).item(), rel=1e-5
     )
@@ -265,7 +265,7 @@ def test_a_bad_camera_alone_at_night_does_not_harm_the_others(source, serve, kin
         ),
         "repeated": lambda n: weather(1).repeat(n, 1, 1, 1) + 0.01 * torch.randn(n, 3, 10, 10, generator=generator),
     }[kind]
-    reference = Reference(source.needs["stats"], 1.5)
+    reference = Reference(source.needs["stats"], margin=1.5)
 
     def alignment(service):
         _, features, _ = service._snapshots.published.front(weather(200, seed=77))

@@ -200,8 +200,12 @@ def test_training_that_diverges_stops_and_leaves_the_checkpoint(tmp_path: Path, 
     with pytest.raises(RuntimeError, match=text):
         train(linear, images, labels, config, path, keep)
     assert not path.exists()
-    with pytest.raises(RuntimeError, match="the weights became NaN or infinite in epoch 1 at"):
-        train(network(), images, labels, replace(config, batch_size=100, swag_lr=math.inf), path, keep)
+    with (
+        pytest.raises(RuntimeError, match="the weights became NaN or infinite in epoch 1 at"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(TrainConfig, "learning_rate", lambda self, epoch: math.inf)
+        train(network(), images, labels, replace(config, batch_size=100), path, keep)
     assert not path.exists()
     with pytest.raises(RuntimeError, match="in epoch 2 at learning rate"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainConfig, "learning_rate", lambda self, epoch: 0.01 if epoch < 1 else lr)
@@ -272,8 +276,9 @@ def test_crops_move_images_and_repeat_their_border() -> None:
         ({"epochs": 0, "swag_epochs": 0}, "expected `epochs` to be at least 1, as `swag_epochs` is 0, but got 0"),
         ({"batch_size": 0}, "expected `batch_size` to be at least 1, but got 0"),
         ({"lr": float("nan")}, "expected `lr` to be at least 0, but got nan"),
+        ({"swag_lr": math.inf}, "expected `swag_lr` to be at least 0, but got inf"),
         ({"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
-        ({"augment": "flip"}, "expected `augment` to be one of crop-flip, crop, none, but got 'flip'"),
+        ({"augment": "flip"}, "expected `augment` to be one of 'crop-flip', 'crop', 'none', but got 'flip'"),
         ({"swag_epochs": 1, "collections_per_epoch": 1}, "expected at least 2 collections for SWAG, but got 1"),
     ],
 )

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.loading import Model
 from cafe_tta.locking import lock_file
-from cafe_tta.stats import SourceStats
+from cafe_tta.models import Model
+from cafe_tta.source import SourceStats
 
 
 @dataclass(frozen=True)

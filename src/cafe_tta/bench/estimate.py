@@ -7,8 +7,7 @@ import torch
 
 from cafe_tta.bench.experiments import Experiment
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.methods import METHODS
 
 BATCH = 64

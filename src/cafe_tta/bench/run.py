@@ -13,7 +13,7 @@ from cafe_tta.bench.stream import Stream
 from cafe_tta.gaussians import SourceGaussians
 from cafe_tta.losses import alignment
 from cafe_tta.metrics import FrechetReference
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 Mode = Literal["online", "offline"]
 EVALUATION_BATCH = 256

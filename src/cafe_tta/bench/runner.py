@@ -23,11 +23,10 @@ from cafe_tta.bench.experiments import Choice, Experiment, Part
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import FORMAT, Results
 from cafe_tta.bench.run import Outcome, Reference, run
-from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.bench.stream import Stream
-from cafe_tta.gaussians import SourceGaussians
-from cafe_tta.losses import EIGENVALUE_FLOOR
+from cafe_tta.distributed import Share
+from cafe_tta.gaussians import EIGENVALUE_FLOOR, SourceGaussians
 from cafe_tta.methods import METHODS
 from cafe_tta.metrics import FrechetReference
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cafe_tta import corruptions
 from cafe_tta.bench.protocols import Domain, Episode, Indices
-from cafe_tta.bench.share import Share
 from cafe_tta.data import CorruptedSet, ImageSet
+from cafe_tta.distributed import Share
 from cafe_tta.models import Preprocessing
 
 LARGEST_IN_MEMORY = 2**30  # bytes of corrupted images that are kept; larger episodes are made again on each pass

@@ -20,8 +20,8 @@ from cafe_tta.cli.run import Job, Reasons, clear, describe_differences, interrup
 from cafe_tta.data.imageset import Labels
 from cafe_tta.methods import method as method_named
 from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.stats import SourceStats
 from cafe_tta.source.swag import Posterior
-from cafe_tta.stats import SourceStats
 
 _PANEL = "The method"
 

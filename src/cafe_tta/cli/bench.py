@@ -19,12 +19,13 @@ from cafe_tta.bench.records import RECORDS, SETTINGS
 from cafe_tta.bench.records import read as read_records
 from cafe_tta.bench.run import Mode
 from cafe_tta.bench.runner import Runner, describe
-from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
-from cafe_tta.cli import inputs, torchrun
-from cafe_tta.cli.console import Interrupted, progress, say, show_table
-from cafe_tta.cli.corrupt import choose_names
+from cafe_tta.cli import inputs
+from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
 from cafe_tta.cli.options import parse_settings
+from cafe_tta.corruptions import choose_names
+from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
+from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT, POLL_INTERVAL
 from cafe_tta.methods import METHODS
 
 _SOURCE = "The source side"
@@ -124,10 +125,10 @@ def bench(
             "--synchronised",
             help="All ranks do every run together, each with its part of every batch, as one adapter; else each rank "
             "does runs of its own.",
-            rich_help_panel=torchrun.PANEL,
+            rich_help_panel=inputs.TORCHRUN,
         ),
     ] = False,
-    timeout: torchrun.TimeoutOption = torchrun.TIMEOUT,
+    timeout: inputs.TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
     """Run an experiment of the paper: many methods, corruptions and seeds, each run written down as it ends.
 
@@ -148,8 +149,8 @@ def bench(
         num_groups=num_groups,
         max_group_size=max_group_size or None,
     )
-    own = torchrun.rank()
-    if own is not None and own.number and (listing or show_episodes):
+    own = torchrun_share()
+    if own is not None and own.rank and (listing or show_episodes):
         return  # one process is enough
     if listing:
         show_table(_listing(base, source_options))
@@ -185,7 +186,7 @@ def bench(
     if own is None:
         _work(make(Share()), folder)
     else:
-        with torchrun.joined(timeout) as job:
+        with torchrun_job(timeout) as job:
             _work_with_others(job, make, folder, synchronised)
         if job.rank:
             return
@@ -201,14 +202,14 @@ def _check_synchronised(chosen: Experiment) -> None:
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
     methods = sorted({choice.method for part in chosen.parts for choice in part.choices})
-    if alone := [name for name in methods if not getattr(METHODS[name], "adds_up", True)]:
+    if alone := [name for name in methods if not METHODS[name].distributed]:
         raise ValueError(
             f"{', '.join(alone)} cannot adapt as one over several ranks; leave it out with --methods, "
             "or do without --synchronised"
         )
 
 
-def _work(runner: Runner, folder: Path, job: torchrun.Job | None = None) -> None:
+def _work(runner: Runner, folder: Path, job: Job | None = None) -> None:
     planned, missing = len(runner.plan()), runner.missing()
     if runner.results.dropped:
         say("note: the last record was cut off by a crash and is done again")
@@ -220,9 +221,9 @@ def _work(runner: Runner, folder: Path, job: torchrun.Job | None = None) -> None
             if job is None:
                 runner.work(advance=advance)
             else:
-                job.bar = advance
+                job.on_progress = advance
                 _do_own_runs(runner, job)
-                job.bar = None
+                job.on_progress = None
     except KeyboardInterrupt as error:
         number = getattr(error, "exit_code", 128 + signal.SIGINT) - 128
         raise Interrupted(_kept(runner, folder), number) from None
@@ -233,11 +234,11 @@ def _kept(runner: Runner, folder: Path) -> str:
     return f"{kept} of {len(runner.plan())} runs are done and kept in {folder}; start again to go on"
 
 
-def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
+def _work_with_others(job: Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
     """What one rank does. Rank 0 alone makes what all of them need of the source side."""
     share = Share(job.rank, job.world) if synchronised else Share()
     if job.rank:
-        _wait_for_files(job, folder, job.hear("source side"))
+        _wait_for_files(job, folder, job.wait_for("source side"))
         runner = make(share)
     else:
         runner = make(share)
@@ -245,29 +246,29 @@ def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder
         made = [folder / SETTINGS, *sorted((folder / "source").glob("*.safetensors"))]
         if synchronised:
             runner = make(share)  # from the same files as the others: adapters compare what they are made of
-        job.tell("source side", {str(path.relative_to(folder)): path.stat().st_size for path in made})
+        job.publish("source side", {str(path.relative_to(folder)): path.stat().st_size for path in made})
     try:
-        with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
+        with sigterm_interrupts(), job.process_group() if synchronised else nullcontext():
             _work(runner, folder, job)
     except (TimeoutError, ConnectionError, RuntimeError) as error:  # the other ranks, or the machine
         raise RuntimeError(f"{error}; {_kept(runner, folder)}") from error
 
 
-def _do_own_runs(runner: Runner, job: torchrun.Job) -> None:
-    runner.results.waiting = job.beat
+def _do_own_runs(runner: Runner, job: Job) -> None:
+    runner.results.waiting = job.heartbeat
     if runner.share.ranks > 1:
-        runner.work(started=job.beat, advance=job.advance)
+        runner.work(started=job.heartbeat, advance=job.advance)
     else:
         runner.work(
-            started=job.beat,
+            started=job.heartbeat,
             advance=job.advance,
             claim=lambda planned: job.claim(json.dumps(planned.key)),
             begin=job.rank / job.world,
         )
-    job.meet("runs")
+    job.barrier("runs")
 
 
-def _wait_for_files(job: torchrun.Job, folder: Path, files: dict[str, int]) -> None:
+def _wait_for_files(job: Job, folder: Path, files: dict[str, int]) -> None:
     """Until this machine sees what rank 0 has written: network file systems take their time."""
     deadline = time.monotonic() + VISIBLE
     while unseen := [name for name, size in files.items() if _size(folder / name) != size]:
@@ -276,8 +277,8 @@ def _wait_for_files(job: torchrun.Job, folder: Path, files: dict[str, int]) -> N
                 f"rank 0 has written {folder / unseen[0]}, but this rank does not see it: "
                 "--output must be a folder that all machines share"
             )
-        time.sleep(torchrun.PAUSE)
-        job.beat()
+        time.sleep(POLL_INTERVAL)
+        job.heartbeat()
 
 
 def _size(path: Path) -> int:
@@ -294,7 +295,7 @@ def _base(
     std: str | None,
 ) -> Base:
     if dataset not in BASES:
-        from cafe_tta.methods import did_you_mean
+        from cafe_tta.options import did_you_mean
 
         raise ValueError(f"unknown data set {dataset!r}{did_you_mean(dataset, BASES)}; choose from: {', '.join(BASES)}")
     changes: dict[str, Any] = {"data": data, "source_data": source_data, "model": model, "size": image_size}

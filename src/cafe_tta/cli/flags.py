@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cafe_tta.options import Described, Options, describe
+from cafe_tta.options import Described, Options, combine, describe
 
-O = TypeVar("O", bound=Options)  # noqa: E741 - options
+C = TypeVar("C", bound=Options)
 _METAVARS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 
 
@@ -38,13 +38,13 @@ def with_flags(*configs: type[Options]) -> Callable[[Callable[..., None]], Calla
 def flags(config: type[Options]) -> list[inspect.Parameter]:
     """A keyword parameter for each option of a class, and a hidden one for each of its aliases."""
     return [
-        _parameter(described, name, hidden=name != described.name)
+        _parameter(described, name, hidden=name != described.name or described.extra.get("hidden", False))
         for described in describe(config)
-        for name in (described.name, *described.extra.get("aliases", ()))
+        for name in described.names
     ]
 
 
-def read(config: type[O], given: Mapping[str, Any]) -> O:
+def read(config: type[C], given: Mapping[str, Any]) -> C:
     """The options that flags gave; those that were not given have their defaults. Errors name the flag.
 
     >>> from cafe_tta.serve import Settings
@@ -54,18 +54,7 @@ def read(config: type[O], given: Mapping[str, Any]) -> O:
     Traceback (most recent call last):
     ValueError: expected `port` to be a whole number between 0 and 65535, but got 'http' (--port)
     """
-    values = {}
-    for described in describe(config):
-        for name in (*described.extra.get("aliases", ()), described.name):
-            value = given.get(name)
-            if value is None:
-                continue
-            try:
-                values[described.name] = described.parse(value) if isinstance(value, str) else value
-                described.check(values[described.name])
-            except ValueError as error:
-                raise ValueError(f"{error} ({_flag(name)})") from None
-    return config(**values)
+    return combine(config, ((name, value, _flag(name)) for name, value in given.items() if value is not None))
 
 
 def _parameter(described: Described, name: str, hidden: bool) -> inspect.Parameter:

@@ -1,69 +1,69 @@
 """What several commands are given: a model, a device, image sets."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
-from torch import Tensor
 
-from cafe_tta import data, loading
-from cafe_tta.cli.console import Advance, say
-from cafe_tta.data.imageset import Labels
-from cafe_tta.data.labels import match_labels as match_labels
-from cafe_tta.loading import DEVICES
-from cafe_tta.loading import Model as Model
-from cafe_tta.loading import choose_device as choose_device
+from cafe_tta import data, models
+from cafe_tta.cli.console import say
+from cafe_tta.options import Options, describe
 
-_PANEL = "The model"
+TORCHRUN = "Many processes, started by torchrun"
 
-ModelOption = Annotated[
+
+def flag(options: type[Options], name: str, *names: str, **more: Any) -> Any:
+    """A flag with the meaning of a declared option. An option without a value shows no default."""
+    described = next(described for described in describe(options) if described.name == name)
+    panel, default = described.extra.get("panel"), described.default
+    more["show_default"] = default not in (None, "") and default is not False
+    return typer.Option(..., *names, help=described.meaning, rich_help_panel=panel, **more)
+
+
+_flag = partial(flag, models.ModelOptions)
+
+ModelOption = Annotated[str, _flag("model", "--model")]
+WeightsOption = Annotated[str | None, _flag("weights")]
+NumClassesOption = Annotated[int | None, _flag("num_classes", min=1)]
+PretrainedOption = Annotated[bool, _flag("pretrained", "--pretrained")]
+ImageSizeOption = Annotated[int | None, _flag("image_size", min=1)]
+MeanOption = Annotated[str | None, _flag("mean", metavar="R,G,B")]
+StdOption = Annotated[str | None, _flag("std", metavar="R,G,B")]
+HeadOption = Annotated[str | None, _flag("head")]
+DeviceOption = Annotated[str, _flag("device")]
+DataOption = Annotated[
     str,
     typer.Option(
-        "--model", help="timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made. "
-        "An nn.Module of your own is used from Python, not from here.",
-        rich_help_panel=_PANEL, show_default=False,
-    ),
-]  # fmt: skip
-WeightsOption = Annotated[
-    str | None, typer.Option(help="File of weights for the model.", rich_help_panel=_PANEL, show_default=False)
-]
-NumClassesOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of classes.", rich_help_panel=_PANEL, show_default=False)
-]
-PretrainedOption = Annotated[
-    bool, typer.Option("--pretrained", help="Download the library's weights.", rich_help_panel=_PANEL)
-]
-ImageSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Pixels that the model reads, in each direction.", rich_help_panel=_PANEL, show_default=False
-    ),
-]
-MeanOption = Annotated[
-    str | None,
-    typer.Option(help="Of the RGB values in 0..1: three numbers, r,g,b.", rich_help_panel=_PANEL, show_default=False),
-]
-StdOption = Annotated[str | None, typer.Option(help="As --mean.", rich_help_panel=_PANEL, show_default=False)]
-HeadOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the linear layer that makes the logits; found by itself.",
-        rich_help_panel=_PANEL,
+        "--data",
+        help="The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR.",
         show_default=False,
     ),
 ]
-DataOption = Annotated[
-    str, typer.Option("--data", help="A folder of images, arrays:DIR, digits:test, cifar10:test …", show_default=False)
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Under torchrun, end the job when a rank sends no heartbeat for this many seconds.",
+        rich_help_panel=TORCHRUN,
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that read images ahead.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Number of threads that read images ahead.")]
+
+Model = models.Model
+Loader = data.Loader
+choose_device = models.choose_device
+match_labels = data.match_labels
 
 
-def load_model(spec: str, *, mean: str | None, std: str | None, **options: Any) -> Model:
-    """The model that the options describe, split and on its device."""
-    return loading.load_model(spec, mean=three_numbers("mean", mean), std=three_numbers("std", std), **options)
+def model_options(spec: str, *, mean: str | None, std: str | None, **options: Any) -> models.ModelOptions:
+    """The options of the model, from the values of the flags."""
+    options |= {"mean": three_numbers("mean", mean), "std": three_numbers("std", std)}
+    return models.ModelOptions(spec, **options)
+
+
+def load_model(spec: str, **options: Any) -> Model:
+    """The model that the flags describe, split and on its device."""
+    return models.load_classifier(model_options(spec, **options))
 
 
 def three_numbers(option: str, text: str | None) -> tuple[float, float, float] | None:
@@ -74,47 +74,6 @@ def three_numbers(option: str, text: str | None) -> tuple[float, float, float] |
     except ValueError:
         raise ValueError(f"expected --{option} to be three numbers such as 0.5,0.5,0.5, but got {text!r}") from None
     return red, green, blue
-
-
-class Loader:
-    """Preprocessed batches of an image set, gone through as often as needed. Moves a progress bar on.
-
-    With `labels`, gives (images, labels).
-    """
-
-    def __init__(
-        self,
-        imageset: data.ImageSet,
-        preprocessing: Any,
-        batch_size: int,
-        *,
-        order: Labels | None = None,
-        labels: Labels | None = None,
-        workers: int = 0,
-        advance: Advance = lambda amount: None,
-    ) -> None:
-        self.imageset, self.preprocessing, self.batch_size = imageset, preprocessing, batch_size
-        self.order = np.arange(len(imageset)) if order is None else order
-        self.labels, self.workers, self.advance = labels, workers, advance
-        self.unreadable: list[data.Unreadable] = []  # of the last pass
-
-    def __iter__(self) -> Iterator[Tensor | tuple[Tensor, Tensor]]:
-        self.unreadable = []
-        consumed = 0
-        for batch in data.batches(
-            self.imageset,
-            self.batch_size,
-            self.preprocessing,
-            order=self.order,
-            unreadable=self.unreadable,
-            workers=self.workers,
-        ):
-            if self.labels is None:
-                yield batch.images
-            else:
-                yield batch.images, torch.from_numpy(self.labels[batch.indices])
-            self.advance(batch.consumed - consumed)
-            consumed = batch.consumed
 
 
 def say_unreadable(unreadable: list[data.Unreadable]) -> None:

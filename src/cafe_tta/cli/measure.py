@@ -12,8 +12,9 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.classifier import SplitClassifier, evaluating
 from cafe_tta.cli.console import counted
 from cafe_tta.data.imageset import Labels
+from cafe_tta.gaussians import EIGENVALUE_FLOOR
 from cafe_tta.normalisation import batchnorm_layers
-from cafe_tta.stats import FeatureStats, SourceStats
+from cafe_tta.source.stats import FeatureStats, SourceStats
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def measure(
     features: tuple[list[Tensor], list[Tensor]] = ([], [])
     hits: tuple[list[Tensor], list[Tensor]] = ([], [])
     place = classifier.head.weight
-    for batch in data.batches(imageset, batch_size, preprocessing, order=order, workers=workers):
+    for batch in data.Loader(imageset, preprocessing, batch_size, order=order, workers=workers).batches():
         images = batch.images.to(place)
         with torch.no_grad(), evaluating(classifier):
             before = classifier.features_and_logits(images)
@@ -63,7 +64,7 @@ def measure(
 
 
 def _alignment(features: list[Tensor], stats: SourceStats, adapter: Adapter) -> tuple[float, float]:
-    floor = getattr(adapter.config, "eigenvalue_floor", losses.EIGENVALUE_FLOOR)
+    floor = getattr(adapter.config, "eigenvalue_floor", EIGENVALUE_FLOOR)
     before, after = (losses.alignment(part, stats, floor).item() for part in features)
     return before, after
 

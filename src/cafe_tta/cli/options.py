@@ -14,7 +14,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Union
 
 from cafe_tta.adapter import AdapterConfig
-from cafe_tta.methods import configure, did_you_mean, method
+from cafe_tta.methods import configure, method
+from cafe_tta.options import did_you_mean
 
 _NONE_WORDS = ("none", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")

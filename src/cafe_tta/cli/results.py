@@ -13,7 +13,7 @@ from cafe_tta import data, storage
 from cafe_tta.cli.console import counted, show_facts
 from cafe_tta.cli.measure import Measurement
 from cafe_tta.data.imageset import Labels
-from cafe_tta.stats import SourceStats
+from cafe_tta.source.stats import SourceStats
 
 FILES = ("predictions.csv", "unreadable.csv", "state.safetensors", "summary.json")
 

@@ -140,15 +140,8 @@ def _go_through(job: Job, position: Position, file: Any, stop: StopRequest, adva
     answering = position.phase == job.passes[-1]
     place = job.adapter.classifier.head.weight
     before = time.perf_counter()
-    batches = data.batches(
-        job.imageset,
-        job.batch_size,
-        job.preprocessing,
-        order=job.order,
-        start=position.consumed,
-        unreadable=position.unreadable,
-        workers=job.workers,
-    )
+    loader = data.Loader(job.imageset, job.preprocessing, job.batch_size, order=job.order, workers=job.workers)
+    batches = loader.batches(position.consumed, position.unreadable)
     for number, batch in enumerate(batches, start=1):
         images = batch.images.to(place)
         logits = job.adapter(images) if position.phase == "adapt" else job.adapter.predict(images)

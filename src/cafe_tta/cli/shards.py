@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from cafe_tta import data, storage
+from cafe_tta.classifier import describe_difference
 from cafe_tta.cli.console import say
-from cafe_tta.cli.torchrun import Job
-from cafe_tta.stats import FORMAT_VERSION, FeatureStats, describe_difference
+from cafe_tta.distributed import Job
+from cafe_tta.source.stats import FORMAT_VERSION, FeatureStats
 
 # What ranks send, in this order.
 _TENSORS = (("mean", torch.float64), ("cov", torch.float64), ("sample", torch.float32), ("keys", torch.float32))
@@ -146,8 +147,8 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
         "shapes": [list(tensor.shape) for tensor in tensors],
         "unreadable": [[item.index, item.name, item.why] for item in part.unreadable],
     }
-    job.tell(f"part {job.rank}", header)
-    headers = [job.hear(f"part {rank}") for rank in range(job.world)]
+    job.publish(f"part {job.rank}", header)
+    headers = [job.wait_for(f"part {rank}") for rank in range(job.world)]
     for rank, theirs in enumerate(headers):
         if shown := _differences(headers[0]["whole"], theirs["whole"]):
             raise ValueError(f"rank {rank} does not see the same images as rank 0: {shown}")
@@ -164,7 +165,7 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
             meta = {**theirs["meta"], "count": theirs["count"]}
             yield Part(FeatureStats.from_file(received, meta) if received else None, meta)
 
-    with job.group("gloo"):  # the sums are on the CPU, wherever the features were computed
+    with job.process_group("gloo"):  # the sums are on the CPU, wherever the features were computed
         if job.rank:
             for tensor in tensors:
                 dist.send(tensor, 0)

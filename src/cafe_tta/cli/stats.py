@@ -9,13 +9,14 @@ import numpy as np
 import typer
 
 from cafe_tta import data
-from cafe_tta.cli import inputs, torchrun
+from cafe_tta.cli import inputs
 from cafe_tta.cli import shards as parts
 from cafe_tta.cli.console import progress, readable_bytes, show_facts
-from cafe_tta.cli.torchrun import Job
-from cafe_tta.groups import dead_dims
+from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
+from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
+from cafe_tta.source.groups import dead_dims
 from cafe_tta.source.histograms import SourceHistograms
-from cafe_tta.stats import FeatureStats, classifier_meta
+from cafe_tta.source.stats import FeatureStats
 
 
 def stats(
@@ -75,7 +76,7 @@ def stats(
     mean: inputs.MeanOption = None,
     std: inputs.StdOption = None,
     head: inputs.HeadOption = None,
-    timeout: torchrun.TimeoutOption = torchrun.TIMEOUT,
+    timeout: inputs.TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
     """Compute mean, covariance and groups of the source features: once, at the training site.
 
@@ -85,13 +86,13 @@ def stats(
 
     Many jobs: each writes a part with --shard 1/8 --output FILE; then cafe-tta stats --merge FILE... --output STATS. Files of image sets of their own, written with --feature-stats, are merged in the same way.
     """  # noqa: E501 - a line break here would be one in the help
-    own = torchrun.rank()
+    own = torchrun_share()
     wanted = _Wanted(output, feature_stats, histograms, num_groups, max_group_size or None, seed, full)
     place = None if shard is None else parts.parse(shard)
     _check(shards or [], merge, model, data_spec, wanted)
     _check_parts(wanted, merge, place, own)
     if merge:
-        if own is None or not own.number:  # one process is enough
+        if own is None or not own.rank:  # one process is enough
             found, unreadable = parts.merge_files(shards or [])
             _write(found, wanted, unreadable)
         return
@@ -111,7 +112,7 @@ def stats(
     if own is None:
         _read_and_write(load(), reading, wanted)
         return
-    with torchrun.joined(timeout) as job:
+    with torchrun_job(timeout) as job:
         _read_and_write(load(), reading, wanted, job)
 
 
@@ -157,13 +158,13 @@ def _read_and_write(chosen: inputs.Model, reading: _Reading, wanted: _Wanted, jo
     with progress("source features", total) as advance:
         loader.advance = advance
         if job is not None:
-            job.bar, loader.advance = advance, job.advance
+            job.on_progress, loader.advance = advance, job.advance
         stats = FeatureStats.fit_part(chosen.classifier, loader, start)
-        part = parts.Part(stats, classifier_meta(chosen.classifier), loader.unreadable)
+        part = parts.Part(stats, chosen.classifier.identity(), loader.unreadable)
         whole = {} if job is None and reading.place is None else _whole(chosen, reading, imageset, len(order))
         merged = part if job is None else parts.merge_ranks(job, part, whole)
         if job is not None:
-            job.bar = None
+            job.on_progress = None
     if merged is None:
         return  # rank 0 has it all
     if wanted.histograms is not None:
@@ -225,7 +226,7 @@ def _check(shards: list[Path], merge: bool, model: str, data_spec: str, wanted: 
             raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
 
 
-def _check_parts(wanted: _Wanted, merge: bool, place: tuple[int, int] | None, own: torchrun.Rank | None) -> None:
+def _check_parts(wanted: _Wanted, merge: bool, place: tuple[int, int] | None, own: Share | None) -> None:
     if place is not None and (merge or wanted.output is None or wanted.feature_stats):
         raise ValueError("expected --shard with --output FILE for the shard, and without --merge and --feature-stats")
     if place is not None and (wanted.num_groups or wanted.full):

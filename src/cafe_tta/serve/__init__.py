@@ -2,7 +2,7 @@
 
 The modules of this package are the service, which knows tensors and no HTTP; `http` is the server around it.
 
-    service = serve.build(serve.load_settings({"model": "model.safetensors", "stats": "stats.safetensors"})).service
+    service = serve.build(serve.load_settings({"model": "model.safetensors", "source": ["stats.safetensors"]})).service
     service.start()
     answers = service.answer(images, cameras=["gate"] * len(images), adapt=[True] * len(images))
 """

@@ -13,9 +13,9 @@ from torch import Tensor
 from cafe_tta.adapter import StepRefused
 from cafe_tta.serve.buffer import Item
 from cafe_tta.serve.judge import PANEL, Figures, Judge, log_ratio, panels
-from cafe_tta.serve.reference import Reference
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshot, Snapshots, all_finite, copied
+from cafe_tta.source import Reference
 
 SAME_FEATURES = 1e-3  # a method that leaves the features as they are cannot be judged by them
 LOOK_BACK = 3  # earlier snapshots that are tried before the source model when the published one got worse

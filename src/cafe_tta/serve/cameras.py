@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cafe_tta.serve.buffer import Buffer
-from cafe_tta.serve.reference import FEWEST, Reference
 from cafe_tta.serve.settings import Settings
+from cafe_tta.source import Reference
+from cafe_tta.source.reference import MIN_IMAGES
 
 RECENT = 64  # images of a camera whose features are remembered
 PREDICTIONS = 128  # images of a camera whose predictions are remembered
@@ -84,7 +85,7 @@ class Camera:
     def suspicion(self, reference: Reference | None) -> str:
         """Why the model should not be adapted to its recent images; empty if it should."""
         for flaw, text in (("flat", "flat frames"), ("repeated", "the same images again and again")):
-            if len(self.flaws) >= FEWEST and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
+            if len(self.flaws) >= MIN_IMAGES and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
                 return f"it sends {text}"
         if len(self.predictions) >= RECENT:
             classes = [predicted for predicted, _ in self.predictions]
@@ -92,7 +93,7 @@ class Camera:
             confidence = sum(sure for _, sure in self.predictions) / len(self.predictions)
             if most >= ONE_CLASS and confidence >= SURE:
                 return "it shows one class only"
-        if reference is None or len(self.features) < 2 * FEWEST:
+        if reference is None or len(self.features) < 2 * MIN_IMAGES:
             return ""
         return "its images hardly differ" if reference.dispersion(torch.stack(tuple(self.features))) < SAME else ""
 
@@ -150,7 +151,7 @@ class Cameras:
             for camera in changed:
                 camera.changed = False
                 kept = (camera.features, camera.source_features)
-                parts.append([torch.stack(tuple(k)) if len(k) >= FEWEST else None for k in kept])
+                parts.append([torch.stack(tuple(k)) if len(k) >= MIN_IMAGES else None for k in kept])
         for camera, (ours, source) in zip(changed, parts, strict=True):
             drift, source_drift = self._drift(ours), self._drift(source)
             with self._lock:
@@ -164,16 +165,17 @@ class Cameras:
         """Updates the drift of the whole stream."""
         self.assess()
         with self._lock:
-            seen = [c for c in self if len(c.features) >= FEWEST]
+            seen = [c for c in self if len(c.features) >= MIN_IMAGES]
             ours = _pooled([torch.stack(tuple(c.features)) for c in seen])
             source = _pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
         if self._reference is None or ours is None:
             return
-        divergences = self._reference.divergences(ours)
-        threshold = self._reference.threshold(len(ours))
+        divergences = self._reference.divergences(ours).cpu()
+        known = self._reference.calibrated and len(ours) >= MIN_IMAGES
+        overall = float(divergences.mean()) / self._reference.threshold(len(ours)) if known else None
         of_source = self._drift(source)
         with self._lock:
-            self.drift["overall"] = None if threshold is None else float(divergences.mean()) / threshold
+            self.drift["overall"] = overall
             self.drift["source"] = self.drift["source"] if of_source is None else of_source
             self.divergences = divergences
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cafe_tta import losses
 from cafe_tta.serve.buffer import Item
-from cafe_tta.serve.reference import Reference
+from cafe_tta.source import Reference
 
 PANEL = 8  # images of a panel at least; cameras that share one are judged together, the bad with the good
 WORSE_ALIGNMENT = math.log(1.1)  # a tenth above the other's is worse

@@ -16,10 +16,9 @@ from cafe_tta.serve.adaptation import Adaptation, Outcome
 from cafe_tta.serve.buffer import Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
 from cafe_tta.serve.judge import PANEL
-from cafe_tta.serve.reference import Reference
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
-from cafe_tta.stats import SourceStats
+from cafe_tta.source import Reference, SourceStats
 
 TICK = 2.0  # seconds between two points of the series
 EVENTS = 200  # that are kept
@@ -66,7 +65,7 @@ class Service:
         self.num_classes = adapter.classifier.num_classes
         self.class_names: tuple[str, ...] | None = None
         self.device = adapter.classifier.head.weight.device
-        self._reference = None if source_stats is None else Reference(source_stats, settings.gate_margin)
+        self._reference = None if source_stats is None else Reference(source_stats, margin=settings.gate_margin)
         self._lock = threading.RLock()  # of everything but the adaptation; held for moments only
         self._wake = threading.Condition(self._lock)
         self._stepping = threading.Lock()  # of the adaptation; held for a whole step. Taken before `_lock`, never after

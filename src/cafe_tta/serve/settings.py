@@ -5,24 +5,24 @@ A value comes from its default, a TOML file, the environment or a flag; the late
 
 import os
 import tomllib
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cafe_tta.options import Described, Options, describe, did_you_mean, option
+from cafe_tta.models import ModelOptions
+from cafe_tta.options import combine, describe, did_you_mean, option
 
 PREFIX = "CAFE_TTA_SERVE_"
 MEBIBYTE = 2**20
 
-_MODEL, _METHOD, _JUDGE, _STATE = "The model", "Adapting", "Judging every step", "Keeping the adapted model"
+_MODEL, _METHOD, _JUDGE, _STATE = "Model", "Adapting", "Judging every step", "Keeping the adapted model"
 _NETWORK, _QUEUE = "The network", "Batches and the queue (Triton's names)"
 _LIMITS, _LOG = "Limits", "Logging"
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class Settings(ModelOptions):
     """Settings of the service and of its HTTP server.
 
     >>> Settings(step_images=1)
@@ -30,26 +30,12 @@ class Settings(Options):
     ValueError: expected `step_images` to be at least 2, but got 1
     """
 
-    model: str | None = option(
+    model: str | Path | None = option(  # type: ignore[assignment]
         None,
-        "Model to serve: timm:NAME, torchvision:NAME, cafe:digits-resnet or a file that `cafe-tta train` made. "
-        "The embedded digits model if not given.",
+        "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made; by default "
+        "the embedded digits.",
         panel=_MODEL,
     )
-    weights: str | None = option(None, "File of weights for the model.", panel=_MODEL)
-    num_classes: int | None = option(None, "Number of classes of the model.", panel=_MODEL, least=1)
-    pretrained: bool = option(False, "Download the weights that timm or torchvision publishes.", panel=_MODEL)
-    image_size: int | None = option(None, "Width and height of the model's input, in pixels.", panel=_MODEL, least=1)
-    mean: tuple[float, float, float] | None = option(
-        None, "Mean of the RGB values in 0..1 that the model was trained with: r,g,b.", panel=_MODEL
-    )
-    std: tuple[float, float, float] | None = option(
-        None, "Standard deviation of the RGB values in 0..1 that the model was trained with: r,g,b.", panel=_MODEL
-    )
-    head: str | None = option(
-        None, "Name of the linear layer that computes the logits. Detected if not given.", panel=_MODEL
-    )
-    device: str = option("auto", "Device that the model runs on: auto, cpu, cuda or mps.", panel=_MODEL)
     name: str | None = option(
         None,
         "Name of the model in the server's addresses. The name of its file or architecture if not given.",
@@ -57,11 +43,12 @@ class Settings(Options):
         pattern=(r"[\w.-]{1,100}", "letters, digits, and . _ -"),
     )
 
-    stats: Path | None = option(
-        None, "File of the model's source statistics, written by `cafe-tta stats`.", panel=_METHOD
+    source: list[Path] = option(
+        [], "File of a source value that the method needs, written by `cafe-tta stats`; may be repeated.", panel=_METHOD
     )
-    histograms: Path | None = option(None, "File of source histograms, which the method `fr` needs.", panel=_METHOD)
-    posterior: Path | None = option(None, "File of the SWAG posterior, which the method `bacs` needs.", panel=_METHOD)
+    stats: Path | None = option(None, "Older name of `source`, for statistics.", hidden=True)
+    histograms: Path | None = option(None, "Older name of `source`, for histograms.", hidden=True)
+    posterior: Path | None = option(None, "Older name of `source`, for a posterior.", hidden=True)
     method: str = option("cafe", "Adaptation method; `cafe-tta methods` lists them.", panel=_METHOD)
     preset: str | None = option(None, "Name of a preset of the method's options.", panel=_METHOD)
     set: list[str] = option(
@@ -184,39 +171,14 @@ class Settings(Options):
 
 def load_settings(flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """The settings that a TOML file, the environment and flags (those that are not None) make together."""
-    known = {name: described for described in describe(kind) for name in names(described)}
-    given = {}
-    for name, value, origin in (*_from_file(config, known), *_from_environment(known), *_from_flags(flags)):
-        given[known[name].name] = known[name], value, origin
-    values, problems = {}, []
-    for name, (described, value, origin) in given.items():
-        try:
-            values[name] = _value(described, value)
-            described.check(values[name])
-        except ValueError as error:
-            problems.append(f"{error} ({origin})")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return kind(**values)
-
-
-def names(described: Described) -> tuple[str, ...]:
-    """The name of a setting, and the older ones that it still goes by."""
-    return described.name, *described.extra.get("aliases", ())
-
-
-def _value(described: Described, value: Any) -> Any:
-    if isinstance(value, str):
-        return value if described.extra.get("secret") else described.parse(value)
-    if isinstance(value, list) and any(typing.get_origin(k) is tuple for k in typing.get_args(described.hint)):
-        return tuple(value)  # TOML has lists only
-    return value
+    known = [name for described in describe(kind) for name in described.names]
+    return combine(kind, (*_from_file(config, known), *_from_environment(known), *_from_flags(flags)))
 
 
 Given = tuple[str, Any, str]  # name, value, and where it was given, in words
 
 
-def _from_file(config: Path | None, known: Mapping[str, Described]) -> Iterator[Given]:
+def _from_file(config: Path | None, known: Sequence[str]) -> Iterator[Given]:
     if config is None:
         return
     try:
@@ -231,7 +193,7 @@ def _from_file(config: Path | None, known: Mapping[str, Described]) -> Iterator[
         yield name, value, str(config)
 
 
-def _from_environment(known: Mapping[str, Described]) -> Iterator[Given]:
+def _from_environment(known: Sequence[str]) -> Iterator[Given]:
     variables = {f"{PREFIX}{name.upper()}": name for name in known}
     for variable, value in os.environ.items():
         if not variable.upper().startswith(PREFIX):

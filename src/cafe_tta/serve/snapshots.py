@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cafe_tta import storage
 from cafe_tta.adapter import Adapter
+from cafe_tta.classifier import describe_difference
 from cafe_tta.locking import lock_file
 from cafe_tta.serve.settings import Settings
-from cafe_tta.stats import describe_difference
 
 SOURCE_VERSION = 0
 CHUNK = 16  # images in one background pass: an answer has to wait for no more than these

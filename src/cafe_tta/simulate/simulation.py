@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from cafe_tta import data
-from cafe_tta.data.labels import match_labels
-from cafe_tta.loading import Model, load_model
+from cafe_tta.models import Model, ModelOptions, load_classifier
 from cafe_tta.options import Options, option
 from cafe_tta.simulate import images
 from cafe_tta.simulate.client import Client
@@ -73,7 +72,7 @@ class SimulationOptions(Options):
     model: str | None = option(
         None, "Model that the server serves, as for `serve`. The embedded digits if not given.", panel=_MODEL
     )
-    weights: str | None = option(None, "File of weights for the model.", panel=_MODEL)
+    weights: Path | None = option(None, "File of weights for the model.", panel=_MODEL)
 
     blocks: int = option(10, "Number of rows of the table over time.", panel="The tables", least=1)
 
@@ -189,7 +188,7 @@ def _served_name(client: Client) -> str:
 
 def _source_model(options: SimulationOptions, say: Callable[[str], None]) -> Model:
     if options.model is not None:
-        return load_model(options.model, weights=options.weights)
+        return load_classifier(ModelOptions(options.model, weights=options.weights, device="cpu"))
     from cafe_tta.bench.embedded import embedded_digits  # loads scikit-learn and more: only when it is needed
 
     return embedded_digits(say=say).model
@@ -210,7 +209,7 @@ def _labelled(options: SimulationOptions, source: Model) -> tuple[data.ImageSet,
     if not spec:
         raise ValueError("expected `data`, labelled images for the model: a folder with class folders, cifar10:test, …")
     imageset = data.load(spec)
-    labels, reason = match_labels(imageset, source.classes, source.classifier.num_classes)
+    labels, reason = data.match_labels(imageset, source.classes, source.classifier.num_classes)
     if labels is None:
         raise ValueError(f"accuracy cannot be computed on {imageset.name}: {reason}")
     return imageset, labels

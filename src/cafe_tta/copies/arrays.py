@@ -1,7 +1,7 @@
 """Copies in arrays: the layout of CIFAR-10-C, or for every domain a folder that `arrays:DIR` reads.
 
-Blocks of images are made in any order, each a hidden file of its own; when all those of an array are there, they are
-put together.
+Blocks of images are made in any order, each in a hidden file of its own; once all blocks of an array are there, they
+are joined.
 """
 
 import io
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from cafe_tta import corruptions, storage
-from cafe_tta.data.copies import Done, Job, is_done, write
+from cafe_tta.copies.job import Done, Job, is_done
 from cafe_tta.data.imageset import Images
 
 BLOCK_BYTES = 2**23
@@ -57,7 +57,7 @@ class Arrays:
         settings, indices = job.settings, job.chosen[task.first : task.last]
         images = job.imageset.images(indices.tolist())
         made = corruptions.corrupt(images, task.corruption, task.severity, settings.seed, settings.preset, indices)
-        write(job, task.path(job), made.tobytes())
+        job.write(task.path(job), made.tobytes())
         return Done(copies)
 
     def finish(self, job: Job, task: Block) -> None:
@@ -71,12 +71,12 @@ class Arrays:
 
     def read(self, job: Job, row: int, corruption: str, severity: int) -> Images:
         path, domains = _target_of(job, Block(corruption, severity, 0, 0))
-        place = domains.index((corruption, severity)) * len(job.chosen) + row
-        return np.array(np.load(path, mmap_mode="r", allow_pickle=False)[place])
+        offset = domains.index((corruption, severity)) * len(job.chosen)
+        return np.array(np.load(path, mmap_mode="r", allow_pickle=False)[offset + row])
 
 
 def _targets(job: Job) -> list[tuple[Path, list[tuple[str, int]]]]:
-    """The arrays to be made, and which domains are stacked in each."""
+    """The arrays to make, and the domains that are stacked in each."""
     settings = job.settings
     if settings.layout == "cifar-c":
         return [(job.output / f"{c}.npy", [(c, s) for s in settings.severities]) for c in settings.corruptions]
@@ -109,7 +109,7 @@ def _join(job: Job, path: Path, blocks: list[Block]) -> None:
         for block in blocks:
             file.write(block.path(job).read_bytes())
         file.flush()
-        os.fsync(file.fileno())  # the blocks are thrown away next
+        os.fsync(file.fileno())  # the blocks are removed next
     os.replace(temporary, path)
 
 

@@ -1,26 +1,34 @@
-"""What is known of the source domain at test time: mean and covariance of its features (Eq. 1), in groups."""
+"""The source's feature statistics: mean and covariance (Eq. 1), computed in one streaming pass, then grouped."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from cafe_tta import storage
-from cafe_tta.classifier import SplitClassifier, evaluating
-from cafe_tta.gate import alignment_of_source
-from cafe_tta.groups import dead_dims, default_num_groups, group_features
-from cafe_tta.losses import EIGENVALUE_FLOOR
-from cafe_tta.sums import SAMPLE, FeatureSums, smallest
+from cafe_tta.classifier import (
+    SplitClassifier,
+    describe_difference,
+    evaluating,
+    require_classifier,
+    require_match,
+)
+from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
+from cafe_tta.source.reference import calibrate
+from cafe_tta.source.value import SourceValue, images_of
 
 FORMAT_VERSION = 1
+BLOCK = 256  # columns of the covariance that are accumulated together
+SAMPLE = 2048  # feature vectors in the reservoir sample: as much memory as the covariance of 2048 features
+CHUNK = 2**20  # random keys that are skipped together
 
 
 @dataclass(frozen=True)
 class FeatureStats:
-    """Mean and covariance of the features of a data set, exact and mergeable. Stays at the training site.
+    """Mean and covariance of the features of a data set, exact and mergeable. They stay at the training site.
 
     >>> a = FeatureStats.from_features(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
     >>> a.mean.tolist(), a.cov.tolist(), a.count
@@ -31,10 +39,8 @@ class FeatureStats:
     cov: Tensor  # (D, D) float64, divided by N as in Eq. 1
     count: int
     meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights
-    sample: Tensor | None = (
-        None  # (n, D) some of the features: how batches of them look; stays at the training site too
-    )
-    keys: Tensor | None = None  # (n,) by which the sample was drawn: the smallest of all, in ascending order
+    sample: Tensor | None = None  # (n, D) reservoir sample of the features: stays at the training site too
+    keys: Tensor | None = None  # (n,) random keys of the sample, ascending: the n smallest of the whole data set
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
@@ -58,23 +64,23 @@ class FeatureStats:
 
         Memory is O(D²), however many images there are, and the classifier is left as it was.
         """
-        found = FeatureStats.fit_part(classifier, loader)
-        if found is None:
+        stats = FeatureStats.fit_part(classifier, loader)
+        if stats is None:
             raise ValueError("expected at least one source image, but the loader was empty")
-        return found
+        return stats
 
     @staticmethod
     def fit_part(classifier: SplitClassifier, loader: Iterable[Any], start: int = 0) -> "FeatureStats | None":
-        """As `fit`, of a part of the source images, before which `start` others come; None if there are none in it.
+        """Like `fit`, for the part of the source images that begins at image `start`; None if the part is empty.
 
-        The parts, merged, have the sample that the whole would have.
+        Merged parts have the same reservoir sample as the whole.
         """
         require_classifier(classifier)
         sums = FeatureSums(start)
-        place = next(classifier.parameters())
+        weights = next(classifier.parameters())
         with torch.no_grad(), evaluating(classifier):
             for number, batch in enumerate(loader):
-                images = images_of(batch).to(place)
+                images = images_of(batch).to(weights)
                 features = classifier.backbone(images)  # (B, D)
                 if not torch.isfinite(features).all():
                     raise ValueError(
@@ -82,7 +88,7 @@ class FeatureStats:
                         "look for damaged images or weights"
                     )
                 sums.add(features)
-        return _from_sums(sums, classifier_meta(classifier)) if sums.count else None
+        return _from_sums(sums, classifier.identity()) if sums.count else None
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -128,11 +134,11 @@ class FeatureStats:
         source = SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
         if self.sample is None:
             return source
-        return replace(source, meta=meta | {"alignment": alignment_of_source(self.sample, source, EIGENVALUE_FLOOR)})
+        return replace(source, meta=meta | {"alignment": calibrate(self.sample, source)})
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
-        """Refuses a classifier other than the one whose features these are, and says what differs."""
-        check_belongs_to("feature statistics", len(self.mean), self.meta, classifier)
+        """Raises where the features are another classifier's, and says what differs."""
+        require_match("feature statistics", len(self.mean), self.meta, classifier)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
@@ -146,27 +152,50 @@ class FeatureStats:
         tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
         if not meta["count"]:
             raise ValueError(
-                f"{path} is a shard without images: cafe-tta stats --merge puts it together with the others"
+                f"{path} is a shard without images; merge it with the others (cafe_tta.source.shards.merge_files)"
             )
         return FeatureStats.from_file(tensors, meta)
 
     @staticmethod
     def from_file(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> "FeatureStats":
-        """What `save` wrote, as `storage.read` gives it."""
+        """The statistics from the tensors and metadata of a file."""
         own = {name: value for name, value in meta.items() if name != "count"}
         sample, keys = tensors.get("sample"), tensors.get("keys")
         return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys)
 
 
 @dataclass(frozen=True)
-class SourceStats:
-    """Mean, groups and the groups' covariances of the source features: the only thing that leaves the training site."""
+class SourceStats(SourceValue):
+    """Mean, groups and the groups' covariances of the source features: the only thing that leaves the training site.
+
+    >>> features = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    >>> source = FeatureStats.from_features(features).group(num_groups=2)
+    >>> len(source.groups), sum(map(len, source.groups))
+    (2, 4)
+    """
+
+    kind = "stats"
+    file_kind = "source-stats"
+    how_to_make = "make them with FeatureStats.fit(classifier, source_loader).group()"
 
     mean: Tensor  # (D,)
     groups: Sequence[Tensor]  # K index tensors, (d,) each
     covs: Sequence[Tensor]  # K blocks, (d, d) each
     meta: Mapping[str, Any] = field(default_factory=dict)
     full_cov: Tensor | None = None  # (D, D), only when asked for
+
+    @classmethod
+    def fit(
+        cls,
+        classifier: SplitClassifier,
+        loader: Iterable[Any],
+        num_groups: int | None = None,
+        seed: int = 0,
+        max_group_size: int | None = 128,
+        keep_full: bool = False,
+    ) -> Self:
+        """`FeatureStats.fit` and `FeatureStats.group` in one call."""
+        return FeatureStats.fit(classifier, loader).group(num_groups, seed, max_group_size, keep_full)  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         if self.mean.dim() != 1 or not torch.isfinite(self.mean).all():
@@ -207,23 +236,23 @@ class SourceStats:
         return replace(self, groups=groups, covs=tuple(variance.reshape(1, 1) for _, variance in pairs))
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
-        """Refuses a classifier other than the one whose features these are, and says what differs."""
-        check_belongs_to("source statistics", len(self.mean), self.meta, classifier)
+        """Raises where the features are another classifier's, and says what differs."""
+        require_match("source statistics", len(self.mean), self.meta, classifier)
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._tensors().values())
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
-        return storage.write(path, "source-stats", FORMAT_VERSION, self._tensors(), dict(self.meta))
+        return storage.write(path, self.file_kind, FORMAT_VERSION, self._tensors(), dict(self.meta))
 
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "SourceStats":
-        tensors, meta = storage.read(path, "source-stats", FORMAT_VERSION)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
         groups = tensors["dims"].split(tensors["sizes"].tolist())
         blocks = tensors["covs"].split([len(dims) ** 2 for dims in groups])
         covs = tuple(block.reshape(len(dims), len(dims)) for dims, block in zip(groups, blocks, strict=True))
-        return SourceStats(tensors["mean"], groups, covs, meta, full_cov=tensors.get("full_cov"))
+        return cls(tensors["mean"], groups, covs, meta, full_cov=tensors.get("full_cov"))
 
     def _tensors(self) -> dict[str, Tensor]:
         # One long vector for all the groups: hundreds of named tensors would cost more in names than in numbers.
@@ -238,55 +267,6 @@ class SourceStats:
         return tensors
 
 
-def images_of(batch: Any) -> Tensor:
-    """The images of a loader's batch: the batch itself, or the first of a tuple such as (images, labels)."""
-    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if not isinstance(images, Tensor):
-        raise TypeError(f"expected batches of tensors or of (images, labels), but got {type(images).__name__}")
-    if not images.is_floating_point():
-        raise TypeError(
-            f"expected floating-point images, normalised as in training, but got {images.dtype}; "
-            "divide by 255 and normalise first"
-        )
-    return images
-
-
-def classifier_meta(classifier: SplitClassifier) -> dict[str, Any]:
-    """What says later whether a file belongs to a classifier."""
-    return {"feature_layer": classifier.feature_layer, "weights": classifier.fingerprint()}
-
-
-def check_belongs_to(what: str, num_features: int, meta: Mapping[str, Any], classifier: SplitClassifier) -> None:
-    """Refuses a classifier that `meta` was not made with, and says what differs."""
-    require_classifier(classifier)
-    if num_features != classifier.num_features:
-        raise ValueError(
-            f"the {what} have {num_features} features, but the classifier's `{classifier.feature_layer}` receives "
-            f"{classifier.num_features}; make them with this classifier"
-        )
-    if difference := describe_difference(meta, classifier_meta(classifier)) if meta.get("weights") else "":
-        raise ValueError(f"the {what} do not belong to this classifier: {difference}; make them with this classifier")
-
-
-def describe_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What differs between two descriptions of a classifier, in words; empty where nothing does."""
-    if ours.get("feature_layer") != theirs.get("feature_layer"):
-        return f"feature layer `{ours.get('feature_layer')}` there, `{theirs.get('feature_layer')}` here"
-    a, b = ours.get("weights") or {}, theirs.get("weights") or {}
-    names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
-    if not names:
-        return ""
-    return f"{len(names)} of {len(a.keys() | b.keys())} tensors differ, the first is `{names[0]}`"
-
-
-def require_classifier(classifier: object) -> None:
-    if not isinstance(classifier, SplitClassifier):
-        raise TypeError(
-            f"expected a SplitClassifier, but got {type(classifier).__name__}; "
-            "make one with cafe_tta.split_classifier(model)"
-        )
-
-
 def _check_moments(mean: Tensor, cov: Tensor) -> None:
     if mean.dim() != 1 or cov.shape != (len(mean), len(mean)):
         raise ValueError(f"expected shapes (D,) and (D, D), but got {tuple(mean.shape)} and {tuple(cov.shape)}")
@@ -294,17 +274,82 @@ def _check_moments(mean: Tensor, cov: Tensor) -> None:
         raise ValueError("expected a finite mean and covariance, but got NaN or infinite values")
 
 
-def _from_sums(sums: FeatureSums, meta: Mapping[str, Any]) -> FeatureStats:
+def _from_sums(sums: "FeatureSums", meta: Mapping[str, Any]) -> FeatureStats:
     mean, cov = sums.mean_and_cov()
     return FeatureStats(mean, cov, sums.count, meta, sums.sample, sums.keys)
 
 
 def _join_samples(a: FeatureStats, b: FeatureStats) -> tuple[Tensor | None, Tensor | None]:
-    """A sample of both, with its keys. Where the keys are not known, each has its share in it."""
+    """The sample of both together, with its keys. Without keys, each part is represented in proportion to its size."""
     if a.sample is None or b.sample is None:
         return None, None
     if a.keys is not None and b.keys is not None:
-        return smallest(torch.cat([a.sample, b.sample]), torch.cat([a.keys, b.keys]))
+        return _smallest(torch.cat([a.sample, b.sample]), torch.cat([a.keys, b.keys]))
     size = min(SAMPLE, len(a.sample) + len(b.sample))
     of_b = min(len(b.sample), max(size - len(a.sample), round(size * b.count / (a.count + b.count))))
     return torch.cat([a.sample[: size - of_b], b.sample[:of_b]]), None
+
+
+class FeatureSums:
+    """Running sums n, Σ(z-a), Σ(z-a)(z-a)ᵀ in float64. The shift a, the first batch's mean, avoids cancellation.
+
+    Also draws a mergeable reservoir sample: every feature vector of the whole data set has a random key, and those with
+    the smallest keys are the sample. `start` is the index of the first vector, where this is a part of the data set.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = 0
+        self._generator = torch.Generator().manual_seed(0)
+        for skipped in range(0, start, CHUNK):
+            torch.rand(min(CHUNK, start - skipped), generator=self._generator)
+        self.sample = torch.zeros(0)
+        self.keys = torch.zeros(0)  # of the sample, in ascending order
+
+    def add(self, features: Tensor) -> None:
+        if features.dim() != 2:
+            raise ValueError(f"expected features of shape (batch, D), but got {tuple(features.shape)}")
+        if not len(features):
+            return
+        values = features.detach().to("cpu", torch.float64)
+        if self.count == 0:
+            self.shift = values.mean(0)  # (D,)
+            self.sum = torch.zeros_like(self.shift)
+            self.outer = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
+        self._draw(features)
+        values = values - self.shift
+        self.count += len(values)
+        self.sum += values.sum(0)
+        for start in range(0, len(self.sum), BLOCK):  # the lower triangle is enough: half of the work
+            rows = slice(start, start + BLOCK)
+            self.outer[rows, : start + BLOCK].addmm_(values[:, rows].T, values[:, : start + BLOCK])
+
+    def mean_and_cov(self) -> tuple[Tensor, Tensor]:
+        """Mean (D,) and covariance (D, D), divided by n, of what was added."""
+        offset = self.sum / self.count
+        cov = torch.empty_like(self.outer)
+        for start in range(0, len(cov), BLOCK):
+            rows, before = slice(start, start + BLOCK), slice(start)
+            square = self.outer[rows, rows].tril()
+            cov[rows, rows] = square + square.tril(-1).T
+            cov[rows, before] = self.outer[rows, before]
+            cov[before, rows] = self.outer[rows, before].T
+        cov.div_(self.count).addr_(offset, offset, alpha=-1)
+        cov.diagonal().clamp_(min=0)  # a constant feature may come out a rounding error below zero
+        return self.shift + offset, cov
+
+    def _draw(self, features: Tensor) -> None:
+        keys = torch.rand(len(features), generator=self._generator)
+        if len(self.keys) == SAMPLE:
+            better = keys < self.keys.max()
+            if not better.any():
+                return
+            features, keys = features[better.to(features.device)], keys[better]
+        rows = features.detach().to("cpu", torch.float32)
+        rows = torch.cat([self.sample, rows]) if len(self.sample) else rows
+        self.sample, self.keys = _smallest(rows, torch.cat([self.keys, keys]))
+
+
+def _smallest(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows with the smallest keys, at most as many as the sample holds, and their keys."""
+    kept = keys.argsort(stable=True)[:SAMPLE]
+    return rows[kept], keys[kept]

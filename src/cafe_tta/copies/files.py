@@ -9,14 +9,14 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from cafe_tta import corruptions
-from cafe_tta.data.copies import Done, Job, is_done, write
+from cafe_tta.copies.job import Done, Job, is_done
 from cafe_tta.data.folder import FolderSet, read_image
 from cafe_tta.data.imageset import Images, ImageSet, Unreadable, UnreadableImage
 
 JPEG_QUALITY = 85  # as the published ImageNet-C files
 IMAGES_PER_TASK = 64
 BATCH_BYTES = 2**23  # images of one size that are corrupted together
-HELD_BYTES = 2**26  # images of all sizes that wait for others of their size
+HELD_BYTES = 2**26  # images that wait for others of their size
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 
@@ -77,7 +77,7 @@ def _copy(job: Job, batch: list[tuple[int, Images]], left_out: dict[int, Unreada
             left_out |= {i: Unreadable(i, job.imageset.item_name(i), why) for i in indices}
             continue
         for index, image in zip(indices, made, strict=True):
-            write(job, target(job, index, corruption, severity), encode(image, settings.format or "png"))
+            job.write(target(job, index, corruption, severity), encode(image, settings.format or "png"))
 
 
 def encode(image: Images, kind: str) -> bytes:
@@ -93,7 +93,7 @@ def encode(image: Images, kind: str) -> bytes:
 
 @lru_cache(maxsize=4)
 def _names(job: Job) -> tuple[str, ...]:
-    """What the copies are called: as the images are, with the suffix of the format."""
+    """The names of the copies: those of the images, with the suffix of the format."""
     imageset, kind = job.imageset, job.settings.format or "png"
     if not isinstance(imageset, FolderSet):
         digits = len(str(len(imageset) - 1))

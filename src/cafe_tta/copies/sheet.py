@@ -1,13 +1,12 @@
-"""A picture of what was made: corruptions down, severities across, a few images of each."""
+"""A contact sheet of the copies: corruptions down, severities across, a few images of each."""
 
 import io
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cafe_tta.data.copies import Job, layout
-from cafe_tta.data.digest import spread
-from cafe_tta.data.imageset import Images, UnreadableImage
+from cafe_tta.copies.job import Job, Layout
+from cafe_tta.data.imageset import Images, UnreadableImage, equally_spaced
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -19,8 +18,8 @@ GAP, GROUP_GAP, MARGIN = 3, 14, 20
 PAPER, INK, FAINT, EMPTY = (255, 255, 255), (30, 30, 30), (120, 120, 120), (228, 228, 228)
 
 
-def contact_sheet(job: Job) -> bytes:
-    """The picture, as the content of a PNG file."""
+def contact_sheet(job: Job, layout: Layout) -> bytes:
+    """The content of a PNG file."""
     from PIL import Image, ImageDraw
 
     settings = job.settings
@@ -46,9 +45,9 @@ def contact_sheet(job: Job) -> bytes:
             top = MARGIN + heading + line * (tile + GAP)
             if number == 0:
                 draw.text((MARGIN + label - 14, top + tile / 2), _title(corruption), INK, font, "rm")
-            for place, row in enumerate(rows):
-                corner = (left + place * (tile + GAP), top)
-                sheet.paste(_tile(_image(job, row, corruption, severity), tile), corner)
+            for column, row in enumerate(rows):
+                image = _clean(job, row) if severity is None else layout.read(job, row, corruption, severity)
+                sheet.paste(_tile(image, tile), (left + column * (tile + GAP), top))
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()
@@ -56,32 +55,25 @@ def contact_sheet(job: Job) -> bytes:
 
 def _readable_rows(job: Job) -> list[int]:
     """A few images, from all over the set, that can be read."""
-    found = []
-    for start in spread(len(job.chosen), IMAGES).tolist():
+    rows: list[int] = []
+    for start in equally_spaced(len(job.chosen), IMAGES).tolist():
         step = -1 if start else 1
         for row in list(range(start, len(job.chosen) if step > 0 else -1, step))[:50]:
             try:
                 _clean(job, row)
             except UnreadableImage:
                 continue
-            if row not in found:
-                found.append(row)
+            if row not in rows:
+                rows.append(row)
                 break
-    if not found:
+    if not rows:
         raise ValueError(f"no image of {job.imageset.name} to draw could be read")
-    return sorted(found)
+    return sorted(rows)
 
 
 def _clean(job: Job, row: int) -> Images:
     image: Images = job.imageset.images([int(job.chosen[row])])[0]
     return image
-
-
-def _image(job: Job, row: int, corruption: str, severity: int | None) -> Images | None:
-    if severity is None:
-        return _clean(job, row)
-    made: Images | None = layout(job.settings.layout).read(job, row, corruption, severity)
-    return made
 
 
 def _tile(image: Images | None, side: int) -> "Picture":
