@@ -18,8 +18,7 @@ from cafe_tta.bench.records import RECORDS
 from cafe_tta.bench.runner import Runner
 from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
 from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
-from cafe_tta.cli.flags import command
-from cafe_tta.cli.inputs import TORCHRUN, TimeoutOption
+from cafe_tta.cli.flags import TORCHRUN, TimeoutOption, command
 from cafe_tta.cli.report import show_report_table
 from cafe_tta.corruptions import choose_names
 from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share

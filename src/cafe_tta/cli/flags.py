@@ -11,6 +11,15 @@ import typer
 from cafe_tta.options import Described, Options, combine, describe
 
 C = TypeVar("C", bound=Options)
+TORCHRUN = "Many processes, started by torchrun"
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Under torchrun, end the job when a rank sends no heartbeat for this many seconds.",
+        rich_help_panel=TORCHRUN,
+    ),
+]
 _METAVARS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 
 
@@ -74,7 +83,13 @@ def read(config: type[C], given: Mapping[str, Any]) -> C:
     """
     names = {name for described in describe(config) for name in described.names}
     values = {name: value for name, value in given.items() if name in names and value is not None}
-    return combine(config, ((name, value, _flag(name)) for name, value in values.items()))
+    return combine(config, ((name, _one(value, name, config), _flag(name)) for name, value in values.items()))
+
+
+def _one(value: Any, name: str, config: type[Options]) -> Any:
+    """The value of a flag; of a repeated one that stands for a text, the parts separated by commas."""
+    described = next(described for described in describe(config) if name in described.names)
+    return ",".join(value) if isinstance(value, list) and described.extra.get("repeated") else value
 
 
 def _is_options(annotation: Any) -> bool:
@@ -101,12 +116,14 @@ def _parameter(described: Described, name: str, required: bool) -> inspect.Param
         "envvar": described.extra.get("envvar"),
     }
     flag, kind = _flag(name), typing.get_origin(described.hint)
-    annotation: Any = bool
     if bool in kinds:
-        flag = described.extra.get("flag", f"{flag}/--no-{flag[2:]}")
-    else:
+        flag = f"{flag}/--no-{flag[2:]}"
+    if name == described.name:
+        flag = described.extra.get("flag", flag)
+    annotation: Any = bool
+    if bool not in kinds:
         settings["metavar"] = described.extra.get("metavar", _metavar(described.hint, kinds))
-        annotation = list[str] if kind is list else str
+        annotation = list[str] if kind is list or described.extra.get("repeated") else str
     annotation = Annotated[annotation if required else annotation | None, typer.Option(flag, **settings)]
     default = inspect.Parameter.empty if required else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
