@@ -8,9 +8,8 @@ import argparse
 import torch
 
 from cafe_tta import corruptions, data, models
+from cafe_tta.bench.evaluate import Stream, evaluate
 from cafe_tta.bench.protocols import all_mixed
-from cafe_tta.bench.run import run
-from cafe_tta.bench.stream import Stream
 from cafe_tta.classifier import split_classifier
 from cafe_tta.methods import create
 from cafe_tta.source.stats import FeatureStats
@@ -46,7 +45,7 @@ def main() -> None:
         for floor in floors:
             options = {} if floor is None else {"eigenvalue_floor": floor}
             adapter = create(name, classifier, source, **options)
-            online = run(adapter, stream, "online").accuracy
+            online = evaluate(adapter, stream, "online").accuracy
             offline = _evaluate(adapter, stream)
             share = "" if floor is None else f"{100 * (eigenvalues < floor).double().mean().item():.0f} %"
             floor_text = "" if floor is None else f"{floor:g}"

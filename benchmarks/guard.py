@@ -23,8 +23,8 @@ from torch import Tensor
 
 import cafe_tta as cafe
 from cafe_tta import corruptions, data
-from cafe_tta.bench.experiments import BASES, Base
-from cafe_tta.bench.source_side import SourceOptions, SourceSide
+from cafe_tta.bench.experiments import DATASETS, Dataset
+from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
 from cafe_tta.serve import Service, Settings
 
 GOOD = ("clean", "motion_blur", "snow", "frost", "brightness", "fog")
@@ -39,7 +39,7 @@ BAD = "bad"
 class World:
     """The cameras' images, preprocessed, and their labels."""
 
-    def __init__(self, base: Base, folder: Path, options: SourceOptions, limit: int) -> None:
+    def __init__(self, base: Dataset, folder: Path, options: SourceSideOptions, limit: int) -> None:
         self.side = SourceSide(base, folder, options, say=print)
         self.stats = self.side.grouped()
         images = data.load(base.data)
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", help="of the bad camera; all of them by default")
     parser.add_argument("--model", type=Path, default=Path("demo/source"), help="folder of the model's source side")
-    parser.add_argument("--dataset", default="digits", choices=list(BASES))
+    parser.add_argument("--dataset", default="digits", choices=list(DATASETS))
     parser.add_argument("--data", help="test images, where they are not the data set's own")
     parser.add_argument("--source-data", help="training images, where they are not the data set's own")
     parser.add_argument("--weights", type=Path)
@@ -138,10 +138,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="PNG to draw to")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    base = BASES[args.dataset]
+    base = DATASETS[args.dataset]
     base = replace(base, data=args.data or base.data, source_data=args.source_data or base.source_data)
     # The library's own groups, none wider than 128; those of the embedded model are as `make demo` left them.
-    options = SourceOptions(args.weights, max_group_size=128 if args.weights else None)
+    options = SourceSideOptions(args.weights, max_group_size=128 if args.weights else 0)
     world = World(base, args.model, options, args.limit)
     kinds = args.kinds or list(bad_images(world, np.random.default_rng(0)))
     source = source_accuracy(world)

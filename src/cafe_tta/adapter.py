@@ -78,7 +78,9 @@ class Adapter(nn.Module):
 
     name: ClassVar[str]
     needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
+    adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
+    remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 
@@ -333,7 +335,7 @@ class Adapter(nn.Module):
     def _adapt_with_other_ranks(self, lockstep: "Lockstep", images: Tensor) -> tuple[Tensor, Report]:
         """Checks and adapts as one process does, while each of the other ranks does so with its part of the batch."""
         doing = f"batch {self.counters.batches} of {self.name}, made of {lockstep.fingerprint}, with {self.config}"
-        with lockstep.step(doing, images, check=self.check, predict=self.predict, state=self.state):
+        with lockstep.step(doing, images, self.check, self.predict, self.state) as communicator:
             logits, report = self._adapt(images)
             size = self.ranks.count(images)
-        return logits, replace(report, images=size, notes={**report.notes, "bytes": float(lockstep.bytes)})
+        return logits, replace(report, images=size, notes={**report.notes, "bytes": float(communicator.bytes)})

@@ -11,15 +11,12 @@ from typer.testing import CliRunner
 
 from cafe_tta import METHODS
 from cafe_tta.bench import report
-from cafe_tta.bench.report.columns import Row, rows
-from cafe_tta.bench.report.draw_accuracy import by_corruption
-from cafe_tta.bench.report.drawing import styles
-from cafe_tta.bench.report.estimates import estimate, over_seeds, ranks
-from cafe_tta.bench.report.latex import to_latex
-from cafe_tta.bench.report.markdown import to_markdown
+from cafe_tta.bench.experiments import Row
+from cafe_tta.bench.records import collect
+from cafe_tta.bench.report.columns import estimate, over_seeds, ranks, rows
+from cafe_tta.bench.report.figures import by_corruption, styles
+from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
 from cafe_tta.bench.report.page import to_html
-from cafe_tta.bench.report.records import read
-from cafe_tta.bench.report.tidy import to_csv
 from cafe_tta.cli import app
 
 from .report_records import NEEDS, cells, made_up, record, save, table
@@ -47,9 +44,9 @@ def test_mean_of_means_and_sample_deviation_by_hand(tmp_path):
     )
     made = report.make([tmp_path])
     assert cells(made, "accuracy-offline", "tent")[0] == "62.00 ± 1.73"  # sqrt(((-2)² + 1² + 1²) / 2) = sqrt(3)
-    (fact,) = [fact for fact in made.tables[0].facts if fact.measure == "accuracy_percent"]
-    assert (fact.mean, fact.std, fact.seeds) == (pytest.approx(62), pytest.approx(math.sqrt(3)), 3)
-    assert (fact.paper_mean, fact.paper_std) == (80.86, 0.06)
+    (found,) = [found for found in made.tables[0].measurements if found.measure == "accuracy_percent"]
+    assert (found.mean, found.std, found.seeds) == (pytest.approx(62), pytest.approx(math.sqrt(3)), 3)
+    assert (found.paper_mean, found.paper_std) == (80.86, 0.06)
 
 
 def test_one_seed_has_no_deviation():
@@ -61,7 +58,7 @@ def test_one_seed_has_no_deviation():
 def test_accuracy_on_a_corruption_is_the_mean_over_severities_then_over_seeds(tmp_path):
     by_seed = {0: {"fog-1": 0.8, "fog-5": 0.4, "snow-1": 1.0}, 1: {"fog-1": 0.9, "fog-5": 0.5, "snow-1": 0.0}}
     runs = [record(seed=seed, by_domain=values, episode__digest=str(seed)) for seed, values in by_seed.items()]
-    found = by_corruption(read([save(tmp_path, runs)])[0])
+    found = by_corruption(collect([save(tmp_path, runs)])[0])
     assert found["fog"].mean == pytest.approx(65) and found["fog"].std == pytest.approx(math.sqrt(50))
     assert found["snow"].mean == pytest.approx(50)
 
@@ -100,7 +97,7 @@ def test_a_method_that_needs_source_data_is_shown_but_never_best(tmp_path):
 def test_rows_follow_the_registry_and_then_the_label(tmp_path):
     labels = [("cafe k=64", "cafe"), ("stranger", "stranger"), ("cafe k=8", "cafe"), ("cafe", "cafe"), ("tent", "tent")]
     runs = [record(method, label=label, needs=None) for label, method in labels]
-    found = [row.label for row in rows(read([save(tmp_path, runs)])[0])]
+    found = [row.label for row in rows(collect([save(tmp_path, runs)])[0])]
     assert found == ["tent", "cafe", "cafe k=8", "cafe k=64", "stranger"]
 
 
@@ -225,7 +222,7 @@ def test_csv_is_tidy_and_exact(small):
 def test_without_the_paper(small):
     made = report.make([small], with_paper=False)
     assert all("paper" not in head for table in made.tables for head in table.heads)
-    assert all(fact.paper_mean is None for table in made.tables for fact in table.facts)
+    assert all(number.paper_mean is None for table in made.tables for number in table.measurements)
     assert not any("unlike the paper" in note for table in made.tables for note in table.notes)
 
 
@@ -245,7 +242,7 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path):
 
 def test_the_headings_of_the_page_fill_their_rows(small):
     made = report.make([small])
-    page = to_html(made.tables, [], [("runs", "some")], [], [], "")
+    page = to_html(made.tables, [], made.records, [], "")
     heads = re.findall("<thead>(.*?)</thead>", page)[: len(made.tables)]
     for shown, head in zip(made.tables, heads, strict=True):
         spans = [

@@ -6,12 +6,10 @@ import torch
 
 import cafe_tta as cafe
 from cafe_tta import corruptions, data, models
+from cafe_tta.bench import evaluate as evaluate_module
 from cafe_tta.bench import protocols
-from cafe_tta.bench import stream as stream_module
-from cafe_tta.bench.run import Reference, run
-from cafe_tta.bench.stream import Stream
+from cafe_tta.bench.evaluate import Stream, distance_before, evaluate
 from cafe_tta.distributed import Share
-from cafe_tta.gaussians import SourceGaussians
 
 PREPROCESSING = models.Preprocessing(size=32, mean=(0.3, 0.3, 0.3), std=(0.35, 0.35, 0.35))
 
@@ -48,7 +46,7 @@ def test_stream_gives_each_image_with_its_corruption_and_label(digits):
 def test_stream_is_the_same_in_other_batches_and_when_it_is_too_large_to_keep(digits, monkeypatch):
     whole = torch.cat([batch.images for batch in mixed(digits).batches(60)])
     parts = torch.cat([batch.images for batch in mixed(digits).batches(7)])
-    monkeypatch.setattr(stream_module, "LARGEST_IN_MEMORY", 0)
+    monkeypatch.setattr(evaluate_module, "LARGEST_IN_MEMORY", 0)
     streamed = torch.cat([batch.images for batch in mixed(digits).batches(13)])
     assert torch.equal(whole, parts) and torch.equal(whole, streamed)
 
@@ -56,7 +54,7 @@ def test_stream_is_the_same_in_other_batches_and_when_it_is_too_large_to_keep(di
 @pytest.mark.parametrize("largest", [2**30, 0])
 def test_shares_of_a_stream_make_the_whole(digits, monkeypatch, largest):
     """Five ranks, batches of 13 and of 3: some shares are empty."""
-    monkeypatch.setattr(stream_module, "LARGEST_IN_MEMORY", largest)
+    monkeypatch.setattr(evaluate_module, "LARGEST_IN_MEMORY", largest)
     whole = mixed(digits, limit=29)
     shared = [Stream(digits, whole.episode, PREPROCESSING, share=Share(rank, 5)) for rank in range(5)]
     for batch_size in (13, 3):
@@ -85,7 +83,7 @@ def test_run_counts_by_hand(digits, classifier):
     stream = mixed(digits)
     for mode in ("online", "offline"):
         adapter = cafe.create("adabn", classifier, batch_size=20)
-        outcome = run(adapter, stream, mode)
+        outcome = evaluate(adapter, stream, mode)
         twin = cafe.create("adabn", classifier)
         online = [twin(batch.images).argmax(1) == batch.labels for batch in stream.batches(20)]
         offline = [twin.predict(batch.images).argmax(1) == batch.labels for batch in stream.batches(256)]
@@ -102,17 +100,19 @@ def test_run_measures_the_distance_of_the_adapted_features(digits, classifier):
     train = data.load("digits:train")
     images = PREPROCESSING(train.images(range(200)))
     stats = cafe.FeatureStats.fit(classifier, [images])
-    source = stats.group(8)
-    reference = Reference(cafe.metrics.FrechetReference(stats.mean, stats.cov), SourceGaussians(source, 1e-3))
+    source = stats.group(8, keep_full=True)
+    reference = cafe.Reference(source)
     stream = mixed(digits)
-    outcome = run(cafe.create("source", classifier), stream, "offline", reference)
+    outcome = evaluate(cafe.create("source", classifier), stream, "offline", reference)
     with torch.no_grad():
         features = torch.cat([classifier.backbone(batch.images) for batch in stream.batches(60)])
     theirs = cafe.FeatureStats.from_features(features)
-    assert outcome.frechet == pytest.approx(
+    assert outcome.distance.frechet == pytest.approx(
         cafe.metrics.frechet_distance(theirs.mean, theirs.cov, stats.mean, stats.cov), rel=1e-6
     )
-    assert outcome.alignment == pytest.approx(cafe.losses.alignment(features, source, 1e-3).item(), rel=1e-5)
+    alignment = cafe.losses.alignment(features, source, 1e-3, samples_per_dim=2.0).item()
+    assert outcome.distance.alignment == pytest.approx(alignment, rel=1e-5)
+    assert distance_before(classifier, stream, reference) == outcome.distance  # the source classifier never adapts
 
 
 def test_labels_never_reach_the_adapter(digits, classifier):
@@ -122,7 +122,7 @@ def test_labels_never_reach_the_adapter(digits, classifier):
     weights = []
     for each in (stream, other):
         adapter = cafe.create("infomax", classifier, batch_size=20)
-        run(adapter, each, "online")
+        evaluate(adapter, each, "online")
         weights.append(adapter.state())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -139,5 +139,5 @@ def test_offline_run_goes_on_for_a_method_that_wants_more(digits, classifier):
     stream = mixed(digits)
     loader = [(PREPROCESSING(digits.images(range(20))), torch.from_numpy(digits.labels[:20]))]
     adapter = cafe.create("dann", classifier, loader, iterations=7, batch_size=20, hidden=4)
-    assert run(adapter, stream, "offline").steps == 7
-    assert run(adapter, stream, "online").steps == 3
+    assert evaluate(adapter, stream, "offline").steps == 7
+    assert evaluate(adapter, stream, "online").steps == 3

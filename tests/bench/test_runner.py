@@ -9,23 +9,26 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import cafe_tta as cafe
+from cafe_tta import bench
+from cafe_tta.bench import protocols, source_side
 from cafe_tta.bench import records as records_module
-from cafe_tta.bench import source_side
-from cafe_tta.bench.experiments import BASES, KINDS, experiment
-from cafe_tta.bench.records import Results, key_of, read
-from cafe_tta.bench.runner import Runner, describe
+from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Experiment, plan
+from cafe_tta.bench.protocols import PROTOCOLS
+from cafe_tta.bench.records import Record, Results, read
+from cafe_tta.bench.runner import Runner
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.cli.app import app
-from cafe_tta.cli.bench import _methods
 
-BASE = replace(BASES["digits"], copies=1)
+from .report_records import record as made_up_record
+
+DIGITS = replace(DATASETS["digits"], copies=1)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +38,8 @@ def source_folder(tmp_path_factory):
     training = source_side.DIGITS_TRAINING
     source_side.DIGITS_TRAINING = replace(training, epochs=2, swag_epochs=1)
     try:
-        source = SourceSide(BASE, folder)
-        source.grouped(), source.histograms, source.posterior
+        source = SourceSide(DIGITS, folder)
+        source.grouped(), source.value("histograms"), source.value("posterior")
     finally:
         source_side.DIGITS_TRAINING = training
     return folder
@@ -51,14 +54,12 @@ def results(source_folder, tmp_path):
 
 def make_runner(folder, methods=("source", "adabn", "cafe"), kind="mixed", **settings):
     settings = {"seeds": (0, 1), "limit": 40} | settings
-    return Runner(
-        experiment(kind, BASE, methods=list(methods), **settings), SourceSide(BASE, folder / "source"), folder
-    )
+    return Runner(plan(kind, DIGITS, methods=list(methods), **settings), SourceSide(DIGITS, folder / "source"), folder)
 
 
 def without_times(records):
-    timed = {"seconds", "images_per_second", "peak_memory_mb", "finished"}
-    return [{name: value for name, value in record.items() if name not in timed} for record in records]
+    """What no two runs have in common left out: times, and the command line, which names the folder."""
+    return [replace(record, seconds=0.0, peak_memory_mb=None, finished="", command="", origin="") for record in records]
 
 
 def test_every_record_holds_all_that_decides_its_number(results):
@@ -67,23 +68,19 @@ def test_every_record_holds_all_that_decides_its_number(results):
     records = read(results / "records.jsonl")
     assert len(records) == 6 and len(runner.missing()) == 0
     for record in records:
-        assert record["config"] == asdict(cafe.METHODS[record["method"]].presets["cifar"])
-        assert record["protocol"] == "all-mixed" and record["mode"] == "offline" and record["seed"] in (0, 1)
-        assert record["episode"]["images"] == 40 and sum(record["episode"]["domains"].values()) == 40
-        assert (
-            record["data"]["digest"] and record["model"]["weights"] and record["model"]["preprocessing"]["size"] == 32
-        )
-        assert record["versions"]["torch"] and record["machine"]["threads"] >= 1
-        assert 0 <= record["accuracy"] <= 1 and record["frechet_before"] > 0 and record["frechet_after"] > 0
-        assert (
-            record["seconds"] > 0 and record["peak_memory_mb"] > 50 and len(record["stream"]) == 1
-        )  # too few for a curve
-        shares = [record["by_domain"][name] * count for name, count in record["episode"]["domains"].items()]
-        assert sum(shares) / 40 == pytest.approx(record["accuracy"])
-    unadapted = [record for record in records if record["method"] == "source"]
+        assert record.config == asdict(cafe.METHODS[record.method].presets["cifar"])
+        assert record.protocol == "all-mixed" and record.mode == "offline" and record.seed in (0, 1)
+        assert record.episode.images == 40 and sum(record.episode.domains.values()) == 40
+        assert record.data["digest"] and record.model["weights"] and record.model["preprocessing"]["size"] == 32
+        assert record.versions["torch"] and record.machine["threads"] >= 1
+        assert 0 <= record.accuracy <= 1 and record.frechet_before > 0 and record.frechet_after > 0
+        assert record.seconds > 0 and record.peak_memory_mb > 50 and len(record.stream) == 1  # too few for a curve
+        shares = [record.by_domain[name] * count for name, count in record.episode.domains.items()]
+        assert sum(shares) / 40 == pytest.approx(record.accuracy)
+    unadapted = [record for record in records if record.method == "source"]
     for record in unadapted:
-        assert record["frechet_after"] == pytest.approx(record["frechet_before"], rel=1e-6)
-    groups = next(record for record in records if record["method"] == "cafe")["source"]
+        assert record.frechet_after == pytest.approx(record.frechet_before, rel=1e-6)
+    groups = next(record for record in records if record.method == "cafe").source
     assert sum(groups["group_sizes"]) + groups["dead_dims"] == 128 and groups["num_groups"] == 8
 
 
@@ -110,8 +107,8 @@ def test_interrupted_work_goes_on_without_repeating(results, monkeypatch):
     assert len(read(results / "records.jsonl")) == 3
     resumed, later = make_runner(results), []
     resumed.work(lambda planned: later.append(planned.key))
-    assert later == [planned.key for planned in resumed.plan()][3:]
-    assert len({key_of(record) for record in read(results / "records.jsonl")}) == 6
+    assert later == [planned.key for planned in resumed.runs()][3:]
+    assert len({record.key for record in read(results / "records.jsonl")}) == 6
 
 
 def test_killed_process_goes_on_and_ends_with_the_same_table(results, source_folder, tmp_path):
@@ -139,8 +136,8 @@ def test_killed_process_goes_on_and_ends_with_the_same_table(results, source_fol
     whole = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert whole.returncode == 0, whole.stderr
     assert finished.stdout.replace(str(results), "") == whole.stdout.replace(str(undisturbed), "")
-    by_key = {key_of(record): record for record in without_times(read(undisturbed / "records.jsonl"))}
-    assert {key_of(record): record for record in without_times(read(records))} == by_key
+    by_key = {record.key: record for record in without_times(read(undisturbed / "records.jsonl"))}
+    assert {record.key: record for record in without_times(read(records))} == by_key
 
 
 def test_other_settings_are_refused(results):
@@ -157,13 +154,13 @@ def test_other_settings_are_refused(results):
 def test_more_methods_and_seeds_are_added_to_what_is_there(results):
     make_runner(results, methods=["source"], seeds=(0,)).work()
     wider = make_runner(results, methods=["source", "adabn"], seeds=(0, 1))
-    assert len(wider.plan()) == 4 and len(wider.missing()) == 3
+    assert len(wider.runs()) == 4 and len(wider.missing()) == 3
 
 
 def test_broken_records_are_an_error_that_names_the_line(tmp_path):
     Results(tmp_path, {"a": 1})
     (tmp_path / "records.jsonl").write_text('{"half": \n{"also": 1}\n')
-    with pytest.raises(ValueError, match=r"records.jsonl: line 1 is not a record"):
+    with pytest.raises(ValueError, match=r"records.jsonl, line 1 is not a JSON record"):
         Results(tmp_path, {"a": 1})
 
 
@@ -182,8 +179,8 @@ def test_several_processes_write_to_one_file(tmp_path):
             if number == 0 and run == 10:
                 with (tmp_path / "records.jsonl").open("a") as file:
                     file.write('{"cut": "of')
-            episode = {"name": f"{number}", "padding": "x" * 10000}
-            own.add({"protocol": "p", "mode": "online", "label": "l", "seed": run, "episode": episode, "config": {}})
+            padding = {"name": f"{number}", "images": 1, "digest": "x" * 10000}
+            own.add(Record.from_json(made_up_record(seed=run, episode=padding)))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
@@ -199,7 +196,7 @@ def test_a_file_that_stays_locked_is_an_error(tmp_path, monkeypatch):
     with (tmp_path / "records.jsonl").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match="records.jsonl has been locked by another process for 0.1 s"):
-            results.add({"episode": {"name": "e"}})
+            results.add(Record.from_json(made_up_record()))
     assert calls and (tmp_path / "records.jsonl").read_text() == ""
 
 
@@ -207,12 +204,12 @@ def test_sweep_over_the_number_of_groups_fills_every_cell(results):
     runner = make_runner(results, methods=["cafe"], kind="groups", sweep=(1, 8, 128), seeds=(0,))
     runner.work()
     records = read(results / "records.jsonl")
-    assert [record["label"] for record in records] == ["cafe k=1", "cafe k=8", "cafe k=128"]
-    assert [len(record["source"]["group_sizes"]) for record in records] == [1, 8, 128]
-    assert all(np.isfinite(record["accuracy"]) and record["refused"] == 0 for record in records)
+    assert [record.label for record in records] == ["cafe k=1", "cafe k=8", "cafe k=128"]
+    assert [len(record.source["group_sizes"]) for record in records] == [1, 8, 128]
+    assert all(np.isfinite(record.accuracy) and record.refused == 0 for record in records)
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if "digits" in kind.bases])
+@pytest.mark.parametrize("kind", [name for name, kind in EXPERIMENTS.items() if "digits" in kind.datasets])
 def test_every_experiment_runs_on_the_embedded_digits(results, kind):
     """The whole chain, small: records, tables, figures and the page."""
     arguments = ["bench", kind, "--limit", "12", "--seeds", "1", "--output", str(results)]
@@ -225,37 +222,37 @@ def test_every_experiment_runs_on_the_embedded_digits(results, kind):
     assert result.exit_code == 0, result.output
     page = (results / "report" / "index.html").read_text()
     for record in read(results / "records.jsonl"):
-        assert record["label"] in page
+        assert record.label in page
     assert list((results / "report" / "figures").glob("*.png"))
 
 
 def test_online_experiments_use_the_papers_online_presets(results):
-    chosen = experiment("online", BASE)
-    answers = {choice.method: getattr(choice.config, "answer", None) for choice in chosen.parts[0].choices}
+    chosen = plan("online", DIGITS)
+    answers = {row.method: getattr(row.config, "answer", None) for row in chosen.rows}
     assert answers["cafe"] == "after-eval" and answers["adabn"] is None
-    temperatures = [choice.config.temperature for choice in chosen.parts[0].choices if choice.method == "fr"]
-    assert temperatures == [0.05] and chosen.parts[0].mode == "online"
+    temperatures = [row.config.temperature for row in chosen.rows if row.method == "fr"]
+    assert temperatures == [0.05] and chosen.mode == "online"
 
 
 def test_imagenet_has_its_three_columns_and_presets():
-    chosen = experiment("table1", "imagenet")
-    assert [part.protocol for part in chosen.parts] == ["separated", "severity-mixed", "all-mixed"]
-    assert {choice.method: choice.config.batch_size for choice in chosen.parts[0].choices}["tent"] == 64
+    chosen = plan("table1", "imagenet")
+    assert chosen.protocols == ("separated", "severity-mixed", "all-mixed")
+    assert {row.method: row.config.batch_size for row in chosen.rows}["tent"] == 64
     assert len(chosen.episodes("separated", 0, 10)) == 75 and len(chosen.episodes("severity-mixed", 0, 10)) == 15
 
 
 def test_unknown_names_are_answered_with_suggestions():
     with pytest.raises(ValueError, match=r"unknown experiment 'tabel1'; did you mean 'table1'\?; choose from: table1"):
-        experiment("tabel1", "digits")
+        plan("tabel1", "digits")
     with pytest.raises(ValueError, match=r"unknown data set 'cifar'; did you mean 'cifar10\d?'\?"):
-        experiment("table1", "cifar")
+        plan("table1", "cifar")
     with pytest.raises(ValueError, match="experiment 'shift' is not for digits; choose from: mnist"):
-        experiment("shift", "digits")
+        plan("shift", "digits")
 
 
 def test_listing_tells_the_cost():
     result = CliRunner().invoke(app, ["bench", "--list"])
-    assert result.exit_code == 0 and all(name in result.stdout for name in KINDS)
+    assert result.exit_code == 0 and all(name in result.stdout for name in EXPERIMENTS)
     assert any(unit in result.stdout for unit in (" s ", " min ", " h "))
 
 
@@ -265,8 +262,8 @@ def test_episodes_can_be_printed():
 
 
 def test_episode_digest_depends_on_order_and_corruption():
-    episodes = [experiment("mixed", BASE).episodes("all-mixed", seed, 50)[0] for seed in (0, 0, 1)]
-    digests = [describe(episode)["digest"] for episode in episodes]
+    episodes = [plan("mixed", DIGITS).episodes("all-mixed", seed, 50)[0] for seed in (0, 0, 1)]
+    digests = [episode.summary().digest for episode in episodes]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -289,17 +286,18 @@ def test_settings_are_readable(results):
 
 
 def test_a_method_with_options_is_a_row_of_its_own():
-    labels, variants = _methods("source, cafe(normalisation=source,lr=0.01),cafe, tent(every=2)")
-    assert labels == ["source", "cafe(normalisation=source,lr=0.01)", "cafe", "tent(every=2)"]
-    chosen = experiment("mixed", "digits", methods=labels, variants=variants, options={"cafe": {"momentum": 0.5}})
-    found = {choice.label: choice for choice in chosen.parts[0].choices}
+    text = "source, cafe(normalisation=source,lr=0.01),cafe, tent(every=2)"
+    labels = ["source", "cafe(normalisation=source,lr=0.01)", "cafe", "tent(every=2)"]
+    chosen = plan("mixed", "digits", methods=text, options={"cafe": {"momentum": 0.5}})
+    assert chosen == plan("mixed", "digits", methods=labels, options={"cafe": {"momentum": 0.5}})
+    found = {row.label: row for row in chosen.rows}
     assert list(found) == labels
     config = found["cafe(normalisation=source,lr=0.01)"].config
     assert (config.normalisation, config.lr, config.momentum, config.samples_per_dim) == ("source", 0.01, 0.5, 1.25)
     assert (found["cafe"].config.normalisation, found["cafe"].config.momentum) == ("batch", 0.5)
     assert found["tent(every=2)"].method == "tent" and found["tent(every=2)"].config.every == 2
     with pytest.raises(ValueError, match="cafe has no option 'norm'"):
-        _methods("cafe(norm=source)")
+        plan("mixed", "digits", methods="cafe(norm=source)")
 
 
 def test_other_corruptions_can_be_dealt():
@@ -307,3 +305,39 @@ def test_other_corruptions_can_be_dealt():
         app, ["bench", "mixed", "--seeds", "1", "--limit", "40", "--corruptions", "held-out", "--show-episodes"]
     )
     assert "spatter-5" in result.output.replace("\n", "") and "fog" not in result.output
+
+
+def test_a_protocol_is_one_value(results, monkeypatch):
+    """A toy protocol, without a title and a colour, goes through the runner, the tables, the figures and the page."""
+
+    def halves(num_images, corruptions, severities, seed, limit, copies):
+        """Half of the images clean, then half of them foggy."""
+        images = np.random.default_rng(seed).permutation(num_images)[:limit]
+        domains = (protocols.CLEAN, protocols.Domain("fog", 5))
+        return [protocols.Episode("halves", images, domains, (np.arange(len(images)) >= len(images) // 2).astype(int))]
+
+    monkeypatch.setitem(PROTOCOLS, "halves", protocols.Protocol("halves", halves))
+    monkeypatch.setitem(EXPERIMENTS, "halves", Experiment("halves", "clean, then fog", ("halves",)))
+    toy = bench.plan("halves", DIGITS, methods=["source", "adabn"], seeds=(0,), limit=40)
+    made = bench.run(toy, results)
+    assert [(record.label, record.protocol) for record in made] == [("source", "halves"), ("adabn", "halves")]
+    assert made[0].episode.domains == {"clean": 20, "fog-5": 20}
+    paths = bench.report.write(bench.report.make([results]))
+    assert "digits halves" in (results / "report" / "tables.md").read_text() and paths[0].parent == results / "report"
+    assert "digits halves" in (results / "report" / "index.html").read_text()
+    assert (results / "report" / "figures" / "frechet.png").stat().st_size > 5000
+    assert bench.run(toy, results) == made  # nothing is done twice
+
+
+def test_a_record_is_written_and_read_by_one_class(results, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/cafe-tta", "bench", "mixed", "--methods", "cafe(lr=0.1)"])
+    runner = make_runner(results, methods=["adabn"], seeds=(0,))
+    runner.work()
+    (record,) = read(results / "records.jsonl")
+    line = json.loads((results / "records.jsonl").read_text())
+    assert line["command"] == record.command == "cafe-tta bench mixed --methods 'cafe(lr=0.1)'"
+    assert json.loads(json.dumps(record.to_json())) == line
+    assert Record.from_json(line, record.origin) == record
+    assert line.keys() - {"format", "images_per_second"} == {field.name for field in fields(Record)} - {"origin"}
+    page = bench.report.write(bench.report.make([results]))[3].read_text()
+    assert "cafe-tta bench mixed --methods &#x27;cafe(lr=0.1)&#x27;" in page

@@ -213,7 +213,7 @@ def test_names_and_severities_are_in_the_usual_order():
 
 def test_a_corruption_of_the_table_can_be_copied_at_once(tmp_path, monkeypatch):
     rows = ((0.9,), (0.8,), (0.7,), (0.6,), (0.5,))
-    row = Corruption("darken", 20, "own", lambda images, streams, f: (images * f).astype(np.uint8), rows, rows, rows)
+    row = Corruption(20, "own", lambda images, streams, f: (images * f).astype(np.uint8), rows, rows, rows)
     monkeypatch.setitem(CORRUPTIONS, "darken", row)
     run("--data", "digits:test", "--output", tmp_path / "c", "--corruptions", "darken,fog", "--limit", 3)
     copied = data.load(f"cifar10-c:darken-5@{tmp_path / 'c'}")

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import cafe_tta as cafe
 from cafe_tta.bench import source_side
-from cafe_tta.bench.experiments import BASES
-from cafe_tta.bench.records import key_of, read
+from cafe_tta.bench.experiments import DATASETS
+from cafe_tta.bench.records import read
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.cli import app
 from cafe_tta.distributed import Job, RankError, RankLost, Share
@@ -40,7 +40,7 @@ def made(tmp_path_factory):
     training = source_side.DIGITS_TRAINING
     source_side.DIGITS_TRAINING = replace(training, epochs=2, swag_epochs=1)
     try:
-        source = SourceSide(BASES["digits"], root / "source")
+        source = SourceSide(DATASETS["digits"], root / "source")
         source.grouped(), source.histograms
     finally:
         source_side.DIGITS_TRAINING = training
@@ -133,10 +133,10 @@ def assert_same_statistics(path, other):
 
 def records(folder):
     """By run, but for what no two runs have in common."""
-    timed = {"seconds", "images_per_second", "peak_memory_mb", "finished", "machine"}
+    timed = {"seconds", "images_per_second", "peak_memory_mb", "finished", "machine", "command"}
     found = read(folder / "records.jsonl")
-    assert len({key_of(record) for record in found}) == len(found)  # none twice
-    return {key_of(record): {n: v for n, v in record.items() if n not in timed} for record in found}
+    assert len({record.key for record in found}) == len(found)  # none twice
+    return {record.key: {n: v for n, v in record.to_json().items() if n not in timed} for record in found}
 
 
 def threads(world, work, timeout=30.0, store=None):
@@ -262,7 +262,7 @@ def test_three_ranks_give_what_one_process_gives(made, tmp_path):
     assert records(tmp_path / "spread") == records(tmp_path / "one")
     run(*together, "--output", tmp_path / "one-together")
     assert_close_records(records(tmp_path / "together"), records(tmp_path / "one-together"))
-    assert {r["machine"].get("processes") for r in read(tmp_path / "together/records.jsonl")} == {3}
+    assert {r.machine.get("processes") for r in read(tmp_path / "together/records.jsonl")} == {3}
 
 
 def assert_close_records(ours, theirs):

@@ -147,7 +147,7 @@ def test_a_corruption_is_added_with_a_function_and_a_row(monkeypatch: pytest.Mon
         return (images * factor).astype(np.uint8)
 
     rows = ((0.9,), (0.8,), (0.7,), (0.6,), (0.5,))
-    row = Corruption("darken", 20, "own", darken, rows, rows, rows, smallest_side=lambda factor: 2)
+    row = Corruption(20, "own", darken, rows, rows, rows, smallest_side=lambda factor: 2)
     monkeypatch.setitem(CORRUPTIONS, "darken", row)
     assert corrupt(np.full((3, 4, 4, 3), 100, np.uint8), "darken", 5).tolist() == np.full((3, 4, 4, 3), 50).tolist()
     with pytest.raises(ValueError, match="needs images of at least 2 x 2 pixels, got 1 x 4"):

@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 def embedded_digits(folder: Path | None = None, say: Callable[[str], None] = lambda _: None) -> Embedded:
     """The embedded model. The first call trains it, in half a minute; later ones, of any process, read it."""
-    from cafe_tta.bench.experiments import BASES  # loads scikit-learn and more: only when it is needed
+    from cafe_tta.bench.experiments import DATASETS  # loads scikit-learn and more: only when it is needed
     from cafe_tta.bench.source_side import SourceSide
     from cafe_tta.data.digits import CLASSES
 
@@ -39,7 +39,7 @@ def embedded_digits(folder: Path | None = None, say: Callable[[str], None] = lam
     folder.mkdir(parents=True, exist_ok=True)
     # A server and a simulator that are started together: one trains, the other waits.
     with lock_file(folder / ".lock", wait=True):
-        side = SourceSide(BASES["digits"], folder, say=say)
+        side = SourceSide(DATASETS["digits"], folder, say=say)
         stats = side.grouped()
     model = Model(side.classifier.eval(), str(side.describe_model()["architecture"]), side.preprocessing, CLASSES)
     return Embedded(model, stats, folder)

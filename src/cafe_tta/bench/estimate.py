@@ -1,14 +1,18 @@
-"""What an experiment will cost on this machine, measured on a few batches before it starts."""
+"""What a plan will cost on this machine, measured on a few batches before it starts."""
 
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from cafe_tta.bench.experiments import Experiment
+from cafe_tta import data
+from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, plan
+from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter, StepConfig
-from cafe_tta.methods import METHODS
 
 BATCH = 64
 REPEATS = 3
@@ -16,7 +20,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds an image."""
+    """Seconds per image."""
 
     forward: float
     step: float  # forward, backward and the optimiser
@@ -40,26 +44,41 @@ def measure(classifier: SplitClassifier, size: int) -> Cost:
     return Cost(forward / BATCH, step / BATCH)
 
 
-def seconds(experiment: Experiment, cost: Cost, num_images: int) -> float:
-    """What all the runs of an experiment take, about: passes over the images by what each method does with one."""
+def seconds(plan: Plan, cost: Cost, num_images: int) -> float:
+    """About how long all the runs of a plan take: passes over the images, times what each method does with one."""
     total = 0.0
-    for part in experiment.parts:
-        images = sum(len(episode) for episode in experiment.episodes(part.protocol, 0, num_images))
-        for choice in part.choices:
-            kind = METHODS[choice.method]
-            moves = isinstance(choice.config, StepConfig)
+    for protocol in plan.protocols:
+        images = sum(len(episode) for episode in plan.episodes(protocol, 0, num_images))
+        for row in plan.rows:
+            moves = isinstance(row.config, StepConfig)
             passes = cost.step if moves else cost.forward
-            if kind.needs == "data":
+            if row.is_reference:
                 passes *= 2  # a source batch beside every target batch
-            if part.mode == "offline" or experiment.frechet or (moves and choice.config.answer != "before"):
+            if plan.mode == "offline" or plan.frechet or (moves and row.config.answer != "before"):
                 passes += cost.forward
             total += images * passes
-        if experiment.frechet:
-            total += images * 2 * cost.forward  # the source classifier's features, once for each episode
-    return total * len(experiment.seeds)
+        if plan.frechet:
+            total += images * cost.forward  # the source classifier's features, once for each episode
+    return total * len(plan.seeds)
 
 
-def _seconds(function) -> float:  # type: ignore[no-untyped-def]
+def every_experiment(dataset: Dataset, options: SourceSideOptions, say: Say = lambda _: None) -> dict[str, float]:
+    """Seconds that each experiment takes on a data set; none where its model or its images are not there."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source = SourceSide(dataset, Path(folder), options, say)
+            cost = measure(source.classifier, source.preprocessing.size)
+        count = len(data.load(dataset.data))
+        names = [name for name, experiment in EXPERIMENTS.items() if dataset.name in experiment.datasets]
+        costs = {name: seconds(plan(name, dataset), cost, count) for name in names}
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        say(f"note: no costs for {dataset.name}: {error}")
+        return {}
+    say(f"measured: {1000 * cost.forward:.2f} ms an image forward, {1000 * cost.step:.2f} ms a step")
+    return costs
+
+
+def _seconds(function: Callable[[], object]) -> float:
     function()
     times = []
     for _ in range(REPEATS):

@@ -1,155 +1,178 @@
 """The paper's experiments as data: which methods meet which images under which protocol.
 
-An experiment is a kind (Table 1, the online tables, the sweep over k, …) on a data set. Methods come from the registry;
-nothing here knows what any of them does.
+An `Experiment` (Table 1, the online tables, the sweep over k, …) on a `Dataset` gives a `Plan`. Adding an experiment or
+a data set is one value below. Methods come from the registry; nothing here knows what any of them does.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from cafe_tta import corruptions
-from cafe_tta.bench import protocols
-from cafe_tta.bench.protocols import Episode
-from cafe_tta.bench.run import Mode
-from cafe_tta.methods import METHODS, configure
+from cafe_tta import options as text_options
+from cafe_tta.bench.protocols import PROTOCOLS, Episode
+from cafe_tta.methods import METHODS, configure, method
 
+Mode = Literal["online", "offline"]
+MODES: tuple[Mode, ...] = ("offline", "online")
 SWEEP = (8, 16, 32, 64, 128, 256, 512, 1024)  # k of the paper's Appendix D.2
-Variant = tuple[str, Mapping[str, Any]]  # a method, and options that differ from the experiment's
-PROTOCOLS = ("separated", "severity-mixed", "all-mixed", "continual", "clean", "shift")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A method with all its options; its label is its row in the table."""
-
-    method: str
-    config: Any
-    label: str
-    num_groups: int | None = None  # of the source statistics; None: the data set's own
-
-
-@dataclass(frozen=True)
-class Part:
-    """One column of a table: a protocol, online or offline, and the methods that go through it."""
-
-    protocol: str
-    mode: Mode
-    choices: tuple[Choice, ...]
-
-
-@dataclass(frozen=True)
-class Base:
+class Dataset:
     """A data set with the paper's model and parameters for it."""
 
     name: str
     data: str  # test images
     source_data: str  # training images, for the source side of the methods
     model: str
-    preset: str  # of the methods' options
-    corruption_preset: str
-    severities: tuple[int, ...]
-    mixtures: tuple[str, ...]  # the protocols of its columns in Table 1
+    protocols: tuple[str, ...]  # its columns in Table 1
+    preset: str = "cifar"  # of the methods' options
+    corruption_preset: str = "cifar"
+    severities: tuple[int, ...] = (5,)
     num_groups: int = 128
     sweep: tuple[int, ...] = SWEEP
-    copies: int = 1
+    copies: int = 1  # of each image in a mixed stream: for small data sets
     size: int | None = None
     mean: tuple[float, float, float] | None = None
     std: tuple[float, float, float] | None = None
     pretrained: bool = False
+    corrupted: bool = True  # False: the images as they are are the shift
 
 
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_CIFAR = Base(
+_CIFAR = Dataset(
     name="cifar10",
     data="cifar10:test",
     source_data="cifar10:train",
     model="timm:resnet26",
-    preset="cifar",
-    corruption_preset="cifar",
-    severities=(5,),
-    mixtures=("separated", "all-mixed"),
+    protocols=("separated", "all-mixed"),
     size=32,
-    mean=CIFAR_MEAN,
-    std=CIFAR_STD,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
 )
-BASES: dict[str, Base] = {
-    "digits": Base(
+_DATASETS = (
+    Dataset(
         name="digits",
         data="digits:test",
         source_data="digits:train",
         model="digits",
-        preset="cifar",
-        corruption_preset="cifar",
-        severities=(5,),
-        mixtures=("separated", "all-mixed"),
+        protocols=("separated", "all-mixed"),
         num_groups=8,
         sweep=(1, 2, 4, 8, 16, 32, 64, 128),
         copies=6,
     ),
-    "cifar10": _CIFAR,
-    "cifar100": replace(_CIFAR, name="cifar100", data="cifar100:test", source_data="cifar100:train"),
-    "imagenet": Base(
+    _CIFAR,
+    replace(_CIFAR, name="cifar100", data="cifar100:test", source_data="cifar100:train"),
+    Dataset(
         name="imagenet",
         data="imagenet:val",
         source_data="imagenet:train",
         model="torchvision:resnet50",
+        protocols=("separated", "severity-mixed", "all-mixed"),
         preset="imagenet",
         corruption_preset="imagenet",
         severities=(1, 2, 3, 4, 5),
-        mixtures=("separated", "severity-mixed", "all-mixed"),
         pretrained=True,
     ),
-    "mnist": Base(
+    Dataset(
         name="mnist",
         data="mnist:test",
         source_data="svhn:train",
         model="timm:resnet26",
-        preset="cifar",
-        corruption_preset="cifar",
-        severities=(5,),
-        mixtures=("shift",),
+        protocols=("shift",),
         size=32,
         mean=(0.5, 0.5, 0.5),
         std=(0.25, 0.25, 0.25),
+        corrupted=False,
     ),
-}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A table or figure of the paper."""
-
-    name: str
-    shows: str
-    bases: tuple[str, ...]
-    frechet: bool = True
-
-
-_CORRUPTED = ("digits", "cifar10", "cifar100", "imagenet")
-_KINDS = (
-    Kind("table1", "Table 1: every method, separated and mixed, offline", _CORRUPTED),
-    Kind("online", "online tables (Appendix D.3)", _CORRUPTED, frechet=False),
-    Kind("mixed", "the mixed column of Table 1 alone", _CORRUPTED),
-    Kind("separated", "the separated column of Table 1 alone", _CORRUPTED),
-    Kind("frechet", "Fig. 2: Fréchet distance, separated and mixed", _CORRUPTED),
-    Kind("groups", "accuracy against k, and the sizes of the groups (Appendix D.2)", _CORRUPTED),
-    Kind("same", "adapting to the same distribution (Appendix D.5)", _CORRUPTED),
-    Kind("dann", "DANN beside CAFe (Appendix D.6)", _CORRUPTED),
-    Kind("continual", "one corruption after the other, without reset", _CORRUPTED, frechet=False),
-    Kind("shift", "SVHN to MNIST (Appendix D.4)", ("mnist",)),
 )
-KINDS: dict[str, Kind] = {kind.name: kind for kind in _KINDS}
+DATASETS: dict[str, Dataset] = {dataset.name: dataset for dataset in _DATASETS}  # in the order of the report's columns
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that decides the numbers, but for the model and the images themselves."""
+    """A table or figure of the paper: what is run for it, and where the report shows it."""
 
-    kind: str
-    base: Base
-    parts: tuple[Part, ...]
+    name: str
+    shows: str
+    protocols: tuple[str, ...] = ()  # its columns; empty: those of the data set in Table 1
+    methods: tuple[str, ...] = ()  # its rows; empty: every method that needs no source data while it adapts
+    mode: Mode = "offline"
+    frechet: bool = True  # whether distances from the source are measured
+    sweep: bool = False  # one row for each number of groups
+    corrupted: bool = True  # whether it is for data sets that get corrupted
+    distances_only: bool = False  # the report shows its distances from the source, not its accuracy
+    table: str = ""  # title of an accuracy table of its own
+
+    @property
+    def own_tables(self) -> bool:
+        """Whether its runs are shown apart from the main tables."""
+        return self.sweep or self.distances_only or bool(self.table)
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The data sets that it is for."""
+        return tuple(name for name, dataset in DATASETS.items() if dataset.corrupted == self.corrupted)
+
+
+_EXPERIMENTS = (
+    Experiment("table1", "Table 1: every method, separated and mixed, offline"),
+    Experiment("online", "online tables (Appendix D.3)", mode="online", frechet=False),
+    Experiment("mixed", "the mixed column of Table 1 alone", ("all-mixed",)),
+    Experiment("separated", "the separated column of Table 1 alone", ("separated",)),
+    Experiment(
+        "frechet", "Fig. 2: Fréchet distance, separated and mixed", ("separated", "all-mixed"), distances_only=True
+    ),
+    Experiment(
+        "groups",
+        "accuracy against k, and the sizes of the groups (Appendix D.2)",
+        ("all-mixed",),
+        methods=("cafe",),
+        sweep=True,
+    ),
+    Experiment("same", "adapting to the same distribution (Appendix D.5)", ("clean",)),
+    Experiment(
+        "dann",
+        "DANN beside CAFe (Appendix D.6)",
+        ("all-mixed",),
+        methods=("source", "dann", "cafe"),
+        table="Test accuracy [%] beside unsupervised domain adaptation",
+    ),
+    Experiment(
+        "continual", "one corruption after the other, without reset", ("continual",), mode="online", frechet=False
+    ),
+    Experiment("shift", "SVHN to MNIST (Appendix D.4)", ("shift",), corrupted=False),
+)
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _EXPERIMENTS}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: a method under a label, with the options of its runs."""
+
+    label: str
+    method: str
+    needs: str | None
+    config: Any = None  # None where the row was read back from records
+    num_groups: int | None = None  # of the source statistics; None: the data set's own
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it sees source data while it adapts: shown, but not compared with those that do not."""
+        return self.needs == "data"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the numbers of an experiment, except the model and the images themselves."""
+
+    experiment: str
+    dataset: Dataset
+    protocols: tuple[str, ...]
+    mode: Mode
+    rows: tuple[Row, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     limit: int | None = None
     corruptions: tuple[str, ...] = corruptions.NAMES
@@ -157,91 +180,111 @@ class Experiment:
     frechet: bool = True
 
     def episodes(self, protocol: str, seed: int, num_images: int) -> list[Episode]:
-        """What comes in which order, for one seed."""
-        if protocol in ("clean", "shift"):
-            return protocols.clean(num_images, seed, self.limit)
-        names, severities = self.corruptions, self.base.severities
-        if protocol == "all-mixed":
-            return protocols.all_mixed(num_images, names, severities, seed, self.limit, self.base.copies)
-        deal = {
-            "separated": protocols.separated,
-            "severity-mixed": protocols.severity_mixed,
-            "continual": protocols.continual,
-        }[protocol]
-        return deal(num_images, names, severities, seed, self.limit)
+        """The episodes of one protocol and seed, over a data set of `num_images` images."""
+        severities, copies = self.dataset.severities, self.dataset.copies
+        return PROTOCOLS[protocol].deal(num_images, self.corruptions, severities, seed, self.limit, copies)
 
 
-def experiment(
-    kind: str,
-    base: str | Base,
-    methods: Sequence[str] | None = None,
+def plan(
+    experiment: str,
+    dataset: str | Dataset = "digits",
+    methods: str | Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     sweep: Sequence[int] | None = None,
-    mode: Mode | None = None,
-    variants: Mapping[str, Variant] | None = None,
+    mode: str | None = None,
+    frechet: bool | None = None,
     **settings: Any,
-) -> Experiment:
-    """A kind on a data set, with the paper's methods or those named, and options changed by method.
+) -> Plan:
+    """An experiment on a data set, with the paper's methods or those named.
 
-    Where a name in `methods` is one of `variants`, that method with those options stands in the table under that name.
+    A method may come with options, and is then a row of its own: `["cafe", "cafe(lr=0.01)"]`, or the same as one text.
+    `options` changes options of a method in all of its rows. `settings` are other fields of `Plan`: seeds, limit, ….
+
+    >>> [row.label for row in plan("mixed", "digits", "source, cafe(lr=0.01,every=2), cafe").rows]
+    ['source', 'cafe(lr=0.01,every=2)', 'cafe']
     """
-    if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown experiment {kind!r}{hint}; choose from: {', '.join(KINDS)}")
-    found = _base(base)
-    if found.name in BASES and found.name not in KINDS[kind].bases:
-        raise ValueError(f"experiment {kind!r} is not for {found.name}; choose from: {', '.join(KINDS[kind].bases)}")
-    described = _Described(options or {}, variants or {})
-    mode = mode or ("online" if kind in ("online", "continual") else "offline")
-    preset = f"{found.preset}-online" if mode == "online" else found.preset
-    rivals = [name for name, method in METHODS.items() if method.needs != "data"]
-    if kind == "groups":
-        names = list(methods or ["cafe"])
-        choices = tuple(
-            replace(described.choice(name, preset), label=f"{name} k={k}", num_groups=k)
-            for name in names
-            for k in (sweep or found.sweep)
-        )
-        parts: tuple[Part, ...] = (Part("all-mixed", mode, choices),)
-    else:
-        default = ["source", "dann", "cafe"] if kind == "dann" else rivals
-        choices = tuple(described.choice(name, preset) for name in (methods or default))
-        columns = {
-            "table1": found.mixtures,
-            "online": found.mixtures,
-            "frechet": tuple(p for p in found.mixtures if p != "severity-mixed"),
-            "mixed": ("all-mixed",),
-            "separated": ("separated",),
-            "same": ("clean",),
-            "dann": ("all-mixed",),
-            "continual": ("continual",),
-            "shift": ("shift",),
-        }[kind]
-        parts = tuple(Part(protocol, mode, choices) for protocol in columns)
-    return Experiment(kind, found, parts, frechet=settings.pop("frechet", KINDS[kind].frechet), **settings)
+    chosen = _named(experiment, EXPERIMENTS, "experiment")
+    data = choose_dataset(dataset) if isinstance(dataset, str) else dataset
+    if data.name in DATASETS and data.name not in chosen.datasets:
+        raise ValueError(f"experiment {experiment!r} is not for {data.name}; choose from: {', '.join(chosen.datasets)}")
+    if mode not in (None, *MODES):
+        raise ValueError(f"expected `mode` to be 'online' or 'offline', but got {mode!r}")
+    mode = typing.cast(Mode, mode or chosen.mode)
+    preset = f"{data.preset}-online" if mode == "online" else data.preset
+    labels = row_labels(methods) if methods else chosen.methods or _rivals()
+    rows = [_row(label, preset, options or {}) for label in labels]
+    if chosen.sweep:
+        ks = sweep or data.sweep
+        rows = [replace(row, label=f"{row.label} k={k}", num_groups=k) for row in rows for k in ks]
+    protocols = chosen.protocols or data.protocols
+    frechet = chosen.frechet if frechet is None else frechet
+    return Plan(experiment, data, protocols, mode, tuple(rows), frechet=frechet, **settings)
 
 
-def _base(base: str | Base) -> Base:
-    if isinstance(base, Base):
-        return base
-    if base not in BASES:
-        near = get_close_matches(base, BASES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown data set {base!r}{hint}; choose from: {', '.join(BASES)}")
-    return BASES[base]
+def choose_dataset(name: str, **changes: Any) -> Dataset:
+    """A data set by name, with those of its fields changed that are given and not None."""
+    changes = {field: value for field, value in changes.items() if value is not None}
+    return replace(_named(name, DATASETS, "data set"), **changes)
 
 
-@dataclass(frozen=True)
-class _Described:
-    """Methods as somebody wants them: options by method, and variants under names of their own."""
+def row_labels(methods: str | Iterable[str]) -> list[str]:
+    """The rows that a text names, separated by commas outside parentheses.
 
-    options: Mapping[str, Mapping[str, Any]]
-    variants: Mapping[str, Variant]
+    >>> row_labels("cafe, tent(lr=0.1,every=2)")
+    ['cafe', 'tent(lr=0.1,every=2)']
+    """
+    texts = re.split(r",(?![^()]*\))", methods) if isinstance(methods, str) else methods
+    return [text.strip() for text in texts if text.strip()]
 
-    def choice(self, label: str, preset: str) -> Choice:
-        name, options = self.variants.get(label, (label, {}))
-        known = METHODS[name].presets if name in METHODS else {}
-        # Methods that do the same online and offline have no preset of their own for it.
-        fitting = preset if preset in known else preset.removesuffix("-online")
-        return Choice(name, configure(name, fitting, **{**self.options.get(name, {}), **options}), label)
+
+def parse_options(settings: Iterable[str], methods: str | Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Options by method, from texts: `cafe.lr=0.1` for one method, `lr=0.1` for all of `methods` that have it.
+
+    >>> parse_options(["lr=0.1", "cafe.momentum=0.5"], ["source", "tent", "cafe(every=2)"])
+    {'tent': {'lr': 0.1}, 'cafe': {'lr': 0.1, 'momentum': 0.5}}
+    """
+    names = [_split_row(label)[0] for label in row_labels(methods)] if methods else list(METHODS)
+    options: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        target, dot, _ = setting.partition("=")[0].rpartition(".")
+        text = setting[len(target) + len(dot) :]
+        option = text.partition("=")[0].strip()
+        having = [name for name in names if name in METHODS and hasattr(METHODS[name].Config(), option)]
+        chosen = [target] if dot else having
+        if not chosen:
+            raise ValueError(f"no method has an option {option!r} ({setting})")
+        for name in chosen:
+            options.setdefault(name, {}).update(_parse(name, [text]))
+    return options
+
+
+def _row(label: str, preset: str, options: Mapping[str, Mapping[str, Any]]) -> Row:
+    name, own = _split_row(label)
+    known = method(name).presets
+    # Methods that do the same online and offline have no preset of their own for it.
+    fitting = preset if preset in known else preset.removesuffix("-online")
+    return Row(label, name, METHODS[name].needs, configure(name, fitting, **{**options.get(name, {}), **own}))
+
+
+def _split_row(label: str) -> tuple[str, dict[str, Any]]:
+    """The method of a row, and its options."""
+    match = re.fullmatch(r"([^()]+)\((.+)\)", label)
+    if match is None:
+        return label, {}
+    name = match[1].strip()
+    return name, _parse(name, match[2].split(","))
+
+
+def _parse(name: str, settings: Iterable[str]) -> dict[str, Any]:
+    return text_options.parse(method(name).Config, text_options.split_assignments(settings), name)
+
+
+def _rivals() -> list[str]:
+    return [name for name, kind in METHODS.items() if kind.needs != "data"]
+
+
+def _named(name: str, known: Mapping[str, Any], what: str) -> Any:
+    if name not in known:
+        hint = text_options.did_you_mean(name, known)
+        raise ValueError(f"unknown {what} {name!r}{hint}; choose from: {', '.join(known)}")
+    return known[name]

@@ -107,8 +107,9 @@ cafe-no-infomax | 78.25 ± 0.24 | 89.43 ± 0.02  | 61.66 ± 0.08   | 75.50 ± 0.
 cafe-dimwise    | 87.65 ± 0.35 | 89.56 ± 0.03  | 62.28 ± 0.06   | 76.04 ± 0.01
 cafe            | 87.15 ± 0.21 | 89.59 ± 0.06  | 62.30 ± 0.13   | 75.97 ± 0.05
 """
-# CAFe, offline, for each number of groups.
-_GROUPS = """
+# Offline, for each number of groups, by method.
+_GROUPS = {
+    "cafe": """
      | cifar100 all-mixed | imagenet all-mixed
 8    | N/A                | N/A
 16   | N/A                | 0.11 ± 0.02
@@ -119,6 +120,7 @@ _GROUPS = """
 512  | N/A                | N/A
 1024 | 39.70 ± 0.09       | N/A
 """
+}
 
 
 def published(dataset: str, protocol: str, mode: str, method: str, num_groups: int | None = None) -> Published:
@@ -129,8 +131,8 @@ def published(dataset: str, protocol: str, mode: str, method: str, num_groups: i
     >>> published("cifar100", "all-mixed", "offline", "cafe", num_groups=8)
     'N/A'
     """
-    if num_groups is not None and method == "cafe":
-        swept = _BY_GROUPS.get((dataset, protocol, mode, num_groups))
+    if num_groups is not None and method in _GROUPS:
+        swept = _BY_GROUPS.get((dataset, protocol, mode, method, num_groups))
         if swept is not None or num_groups != NUM_GROUPS:
             return swept
     return _BY_METHOD.get((dataset, protocol, mode, method))
@@ -161,6 +163,8 @@ _BY_METHOD: dict[tuple[str, str, str, str], Accuracy | Literal["N/A"]] = {
     )
     for method, dataset, protocol, value in _entries(text)
 }
-_BY_GROUPS: dict[tuple[str, str, str, int], Accuracy | Literal["N/A"]] = {
-    (dataset, protocol, "offline", int(row)): value for row, dataset, protocol, value in _entries(_GROUPS)
+_BY_GROUPS: dict[tuple[str, str, str, str, int], Accuracy | Literal["N/A"]] = {
+    (dataset, protocol, "offline", method, int(row)): value
+    for method, text in _GROUPS.items()
+    for row, dataset, protocol, value in _entries(text)
 }

@@ -1,21 +1,31 @@
 """Protocols: how images and corruptions are dealt into episodes. The adapter is reset before each episode.
 
 The same seed deals the same images. A corrupted image itself is the same in every protocol and for every seed, as in
-the published data sets: the seed decides which image gets which corruption, and when it comes.
+the published data sets: the seed decides which image gets which corruption, and in which order the images come.
+
+A new protocol is a function with the arguments of `separated` and a value in `PROTOCOLS`.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+Names = Sequence[str]  # of corruptions
+Levels = Sequence[int]  # severities
+Limit = int | None  # at most this many images of the data set
 
 
 @dataclass(frozen=True, order=True)
 class Domain:
-    """A corruption at a severity; severity 0 is the clean image."""
+    """A corruption at a severity; severity 0 is the clean image.
+
+    >>> str(Domain("fog", 5)), str(CLEAN)
+    ('fog-5', 'clean')
+    """
 
     corruption: str
     severity: int
@@ -28,32 +38,61 @@ CLEAN = Domain("clean", 0)
 
 
 @dataclass(frozen=True)
-class Episode:
-    """One stream of images, in the order they come."""
+class EpisodeSummary:
+    """What an episode contains: images by domain, and a hash of which image comes when with which corruption."""
 
     name: str
-    images: Indices  # (n,) numbers of images in the data set
+    images: int
+    domains: dict[str, int]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One stream of images, in the order in which they come."""
+
+    name: str
+    images: Indices  # (n,) indices of images in the data set
     domains: tuple[Domain, ...]
-    domain_of: Indices  # (n,) which of the domains each image comes from
+    domain_of: Indices  # (n,) index of the domain of each image
 
     def __len__(self) -> int:
         return len(self.images)
 
+    def summary(self) -> EpisodeSummary:
+        """The contents in short, as they are recorded."""
+        counts = np.bincount(self.domain_of, minlength=len(self.domains))
+        domains = {str(domain): int(count) for domain, count in zip(self.domains, counts, strict=True) if count}
+        digest = hashlib.sha256(self.images.astype("<i8").tobytes() + self.domain_of.astype("<i8").tobytes())
+        return EpisodeSummary(self.name, len(self), domains, digest.hexdigest()[:16])
 
-def domains(corruptions: Sequence[str], severities: Sequence[int]) -> list[Domain]:
+
+# Number of images, corruptions, severities, seed, limit, copies: a protocol ignores what it has no use for.
+Deal = Callable[[int, Names, Levels, int, Limit, int], list[Episode]]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How images are dealt into episodes, and how its results are shown.
+
+    >>> [len(episode) for episode in PROTOCOLS["separated"].deal(10, ["fog", "snow"], [5], 0, 8, 1)]
+    [8, 8]
+    """
+
+    name: str
+    deal: Deal
+    meaning: str = ""  # its episodes, in words
+    table: str = ""  # title of its own table; without one, it is a column of the main tables
+    colour: str | None = None  # in figures; None: the next one of the palette
+
+
+def domains(corruptions: Names, severities: Levels) -> list[Domain]:
     """Every corruption at every severity."""
     return [Domain(corruption, severity) for corruption in corruptions for severity in severities]
 
 
-def clean(num_images: int, seed: int = 0, limit: int | None = None) -> list[Episode]:
-    """One episode of uncorrupted images, shuffled: the same distribution, or another data set as it is."""
-    random = np.random.default_rng([seed, 1])
-    images = _chosen(num_images, limit, random)
-    return [Episode("clean", images, (CLEAN,), np.zeros(len(images), dtype=np.int64))]
-
-
 def separated(
-    num_images: int, corruptions: Sequence[str], severities: Sequence[int], seed: int = 0, limit: int | None = None
+    num_images: int, corruptions: Names, severities: Levels, seed: int = 0, limit: Limit = None, copies: int = 1
 ) -> list[Episode]:
     """One episode for each corruption and severity, of all the images, shuffled."""
     episodes = []
@@ -64,9 +103,9 @@ def separated(
 
 
 def severity_mixed(
-    num_images: int, corruptions: Sequence[str], severities: Sequence[int], seed: int = 0, limit: int | None = None
+    num_images: int, corruptions: Names, severities: Levels, seed: int = 0, limit: Limit = None, copies: int = 1
 ) -> list[Episode]:
-    """One episode for each corruption; each image comes at a severity drawn at random."""
+    """One episode for each corruption; the severity of each image is drawn at random."""
     episodes = []
     for number, corruption in enumerate(corruptions):
         random = np.random.default_rng([seed, 3, number])
@@ -75,23 +114,18 @@ def severity_mixed(
 
 
 def all_mixed(
-    num_images: int,
-    corruptions: Sequence[str],
-    severities: Sequence[int],
-    seed: int = 0,
-    limit: int | None = None,
-    copies: int = 1,
+    num_images: int, corruptions: Names, severities: Levels, seed: int = 0, limit: Limit = None, copies: int = 1
 ) -> list[Episode]:
     """One episode of all images, each with a corruption and a severity drawn at random: the paper's `mixed`.
 
-    With `copies`, each image comes that often, with another draw each time: for small data sets.
+    With `copies`, each image comes that many times, with another draw each time: for small data sets.
     """
     random = np.random.default_rng([seed, 4])
     return [_mixed("mixed", num_images, domains(corruptions, severities), random, limit, copies)]
 
 
 def continual(
-    num_images: int, corruptions: Sequence[str], severities: Sequence[int], seed: int = 0, limit: int | None = None
+    num_images: int, corruptions: Names, severities: Levels, seed: int = 0, limit: Limit = None, copies: int = 1
 ) -> list[Episode]:
     """One episode of all the separated ones, one after the other: the adapter is never reset."""
     parts = separated(num_images, corruptions, severities, seed, limit)
@@ -100,8 +134,52 @@ def continual(
     return [Episode("continual", images, tuple(part.domains[0] for part in parts), domain_of)]
 
 
+def clean(
+    num_images: int,
+    corruptions: Names = (),
+    severities: Levels = (),
+    seed: int = 0,
+    limit: Limit = None,
+    copies: int = 1,
+) -> list[Episode]:
+    """One episode of uncorrupted images, shuffled: the same distribution, or another data set as it is."""
+    images = _chosen(num_images, limit, np.random.default_rng([seed, 1]))
+    return [Episode("clean", images, (CLEAN,), np.zeros(len(images), dtype=np.int64))]
+
+
+_PROTOCOLS = (
+    Protocol("separated", separated, "one for each corruption and severity", colour="#0072B2"),
+    Protocol(
+        "severity-mixed",
+        severity_mixed,
+        "one for each corruption; each image at a severity drawn at random",
+        colour="#56B4E9",
+    ),
+    Protocol(
+        "all-mixed", all_mixed, "one; each image with a corruption and a severity drawn at random", colour="#D55E00"
+    ),
+    Protocol("continual", continual, "one: the separated ones in a row", colour="#E69F00"),
+    Protocol(
+        "shift",
+        clean,
+        "one, of the images of another data set as they are",
+        table="Test accuracy [%] on another data set (the paper's: from SVHN to MNIST)",
+        colour="#CC79A7",
+    ),
+    Protocol(
+        "clean",
+        clean,
+        "one, of the images as they are",
+        table="Test accuracy [%] on the same distribution: nothing has shifted",
+        colour="#009E73",
+    ),
+)
+# In the order of the report's columns.
+PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _PROTOCOLS}
+
+
 def _mixed(
-    name: str, num_images: int, choices: list[Domain], random: np.random.Generator, limit: int | None, copies: int
+    name: str, num_images: int, choices: list[Domain], random: np.random.Generator, limit: Limit, copies: int
 ) -> Episode:
     if copies < 1:
         raise ValueError(f"expected `copies` to be at least 1, but got {copies}")
@@ -110,8 +188,8 @@ def _mixed(
     return Episode(name, images, tuple(choices), random.integers(0, len(choices), len(images)))
 
 
-def _chosen(num_images: int, limit: int | None, random: np.random.Generator) -> Indices:
-    """A shuffled subset. Without a limit, or with a larger one, all of them."""
+def _chosen(num_images: int, limit: Limit, random: np.random.Generator) -> Indices:
+    """A shuffled subset; all images without a limit, or with a larger one."""
     if num_images < 1:
         raise ValueError("expected at least one image, but the data set is empty")
     if limit is not None and limit < 1:

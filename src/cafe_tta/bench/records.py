@@ -1,25 +1,199 @@
-"""Records: one JSON line for every finished run, with all that decided its number. Nothing is lost, nothing is mixed.
+"""Records: one JSON line for every finished run, with everything that decided its number.
 
 A folder of results holds `settings.json`, which says what its runs have in common, and `records.jsonl`. A line is
-written at once and put on disk before the next run begins; a line that was cut off by a crash is dropped, and its run
-is done again. Several processes may write to the same folder: they lock the file for the moment of writing.
+flushed to disk before the next run begins; a line that was cut off by a crash is dropped, and its run is done again.
+Several processes may write to the same folder: they lock the file while they write.
 """
 
-import fcntl
 import json
+import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cafe_tta import storage
+from cafe_tta.bench.experiments import EXPERIMENTS
+from cafe_tta.bench.protocols import PROTOCOLS, EpisodeSummary
 
 FORMAT = 1
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
 LOCKED = 60.0  # seconds to wait for a file that another process writes to; it takes milliseconds
+MAIN = "main"  # the tables that most experiments share
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run: a method on one episode with one seed, everything that decided its result, and the result.
+
+    The runner builds it, a line of `records.jsonl` holds it under the same names, and the report reads it.
+    """
+
+    experiment: str
+    dataset: str
+    protocol: str
+    mode: str
+    method: str
+    label: str
+    needs: str | None
+    config: Facts
+    seed: int
+    episode: EpisodeSummary
+    data: Facts
+    corruptions: Facts
+    model: Facts
+    source: Facts
+    limit: int | None
+    copies: int
+    accuracy: float  # share of images answered right
+    by_domain: dict[str, float]
+    stream: tuple[float, ...]  # accuracy of consecutive blocks of the answers given while adapting
+    frechet_before: float | None
+    frechet_after: float | None
+    alignment_before: float | None
+    alignment_after: float | None
+    seconds: float
+    peak_memory_mb: float | None
+    steps: int
+    refused: int
+    versions: Facts
+    machine: Facts
+    command: str  # the command line that ran it
+    finished: str
+    origin: str = ""  # file and line that it was read from, for errors; not recorded
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a run is within a folder: two records with the same key are of the same run."""
+        return (self.protocol, self.mode, self.label, self.seed, self.episode.name)
+
+    @property
+    def num_groups(self) -> int | None:
+        return self.source.get("num_groups")
+
+    @property
+    def images_per_second(self) -> float | None:
+        return self.episode.images / self.seconds if self.seconds else None
+
+    @property
+    def scope(self) -> str:
+        """The tables it belongs to: those of its experiment or protocol, or the main ones."""
+        if self.experiment in EXPERIMENTS and EXPERIMENTS[self.experiment].own_tables:
+            return self.experiment
+        return self.protocol if self.protocol in PROTOCOLS and PROTOCOLS[self.protocol].table else MAIN
+
+    @property
+    def run(self) -> str:
+        """What makes it this run and no other, among the records of all folders."""
+        names = (self.scope, self.dataset, self.protocol, self.mode, self.method, self.label, self.seed)
+        episode = (self.episode.name, self.episode.images, self.episode.digest)
+        settings = (*episode, self.config, self.data, self.corruptions, self.model, self.source)
+        return json.dumps([names, settings], sort_keys=True)
+
+    def to_json(self) -> Facts:
+        """The record as it stands in the file."""
+        facts = {"format": FORMAT, **asdict(self), "images_per_second": self.images_per_second}
+        del facts["origin"]
+        return facts
+
+    @classmethod
+    def from_json(cls, raw: Any, origin: str = "") -> "Record":
+        """The record that a line of a file holds, checked; `origin` is where it stands, for errors."""
+        if not isinstance(raw, dict):
+            raise ValueError(f"{origin}: expected a JSON object, but got {type(raw).__name__}")
+        if raw.get("format") != FORMAT:
+            raise ValueError(
+                f"{origin}: record format {raw.get('format')!r}, but this release reads format {FORMAT}; "
+                "make the report with the release that ran the benchmark, or run it again"
+            )
+        get = _Getter(raw, origin)
+        facts: Facts = {name: get.text(name) for name in ("experiment", "dataset", "protocol", "mode", "method")}
+        facts |= {name: get.text(name, "") for name in ("command", "finished")}
+        facts |= {name: get.facts(name) for name in ("config", "data", "corruptions", "model", "source")}
+        facts |= {name: get.facts(name) for name in ("versions", "machine")}
+        facts |= {name: get.whole(name) for name in ("seed", "steps", "refused")}
+        facts |= {name: get.number(name) for name in ("frechet_before", "frechet_after", "peak_memory_mb")}
+        facts |= {name: get.number(name) for name in ("alignment_before", "alignment_after")}
+        return cls(
+            label=get.text("label", get.text("method")),
+            needs=get.text("needs", "") or None,
+            episode=EpisodeSummary(
+                name=get.text("episode.name"),
+                images=get.whole("episode.images", least=1),
+                domains=get.facts("episode.domains"),
+                digest=get.text("episode.digest", ""),
+            ),
+            limit=None if raw.get("limit") is None else get.whole("limit"),
+            copies=1 if raw.get("copies") is None else get.whole("copies"),
+            accuracy=get.share("accuracy"),
+            by_domain={name: get.share("by_domain", name) for name in get.facts("by_domain")},
+            stream=get.shares("stream"),
+            seconds=get.number("seconds") or 0.0,
+            origin=origin,
+            **facts,
+        )
+
+
+class _Getter:
+    """Fields of a raw record, or an error that names the line, the field and what came."""
+
+    def __init__(self, raw: Facts, origin: str) -> None:
+        self._raw, self._origin = raw, origin
+
+    def _value(self, name: str) -> Any:
+        value: Any = self._raw
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def _error(self, name: str, expected: str, value: Any) -> ValueError:
+        return ValueError(f"{self._origin}: expected `{name}` to be {expected}, but got {value!r}")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or (default is None and not value):
+            raise self._error(name, "a text", value)
+        return value
+
+    def facts(self, name: str) -> Facts:
+        value = self._value(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._error(name, "an object", value)
+        return value or {}
+
+    def whole(self, name: str, least: int = 0) -> int:
+        value = self._value(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._error(name, f"a whole number of at least {least}", value)
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self._value(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._error(name, "a finite number or null", value)
+        return float(value)
+
+    def share(self, name: str, inside: Any = None) -> float:
+        value = self._value(name) if inside is None else self._raw[name][inside]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self._error(name if inside is None else f"{name}[{inside!r}]", "a share between 0 and 1", value)
+        return float(value)
+
+    def shares(self, name: str) -> tuple[float, ...]:
+        value = self._value(name)
+        if value is not None and not isinstance(value, list):
+            raise self._error(name, "a list", value)
+        return tuple(self.share(name, index) for index in range(len(value or ())))
 
 
 class Results:
@@ -27,7 +201,7 @@ class Results:
 
     def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        self.waiting: Callable[[], None] = lambda: None  # called again and again while another process has the file
+        self.waiting: Callable[[], None] = lambda: None  # called repeatedly while another process has the file
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings = json.loads(json.dumps(settings))  # as it comes back from the file
         path = self.folder / SETTINGS
@@ -38,60 +212,106 @@ class Results:
         else:
             storage.write_bytes(path, json.dumps(self.settings, indent=1, sort_keys=True).encode())
         self.dropped = False
-        self._done: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._done: dict[tuple[Any, ...], Record] = {}
         if (self.folder / RECORDS).exists():
             with _locked(self.folder / RECORDS, self.waiting) as handle:
                 self.dropped = _drop_unfinished_line(handle)
-                self._done = {key_of(record): record for record in read(self.folder / RECORDS)}
+                self._done = {record.key: record for record in read(self.folder / RECORDS)}
 
     def __len__(self) -> int:
         return len(self._done)
 
-    def find(self, key: tuple[Any, ...], config: Any) -> dict[str, Any] | None:
+    def find(self, key: tuple[Any, ...], config: Any) -> Record | None:
         """The record of a run that is done already, made with the same options.
 
-        An option that the record does not have did not exist then: it is as it is by default.
+        An option that the record does not have did not exist then: it counts as having its default.
         """
         record = self._done.get(key)
         if record is not None:
-            theirs, ours = asdict(type(config)()) | record["config"], json.loads(json.dumps(asdict(config)))
+            theirs, ours = asdict(type(config)()) | record.config, json.loads(json.dumps(asdict(config)))
             _require_same({"config": theirs}, {"config": ours}, self.folder / RECORDS)
         return record
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a record down, at once and for good."""
-        line = json.dumps(record, sort_keys=True).encode() + b"\n"
+    def add(self, record: Record) -> None:
+        """Appends a record to the file and flushes it to disk."""
+        line = json.dumps(record.to_json(), sort_keys=True).encode() + b"\n"
         with _locked(self.folder / RECORDS, self.waiting) as handle:
             _drop_unfinished_line(handle)  # of a process that has crashed since
             rest = line
             while rest:
                 rest = rest[os.write(handle, rest) :]
             os.fsync(handle)
-        loaded = json.loads(line)
-        self._done[key_of(loaded)] = loaded
-
-    def records(self) -> list[dict[str, Any]]:
-        return list(self._done.values())
+        self._done[record.key] = Record.from_json(json.loads(line), str(self.folder / RECORDS))
 
 
-def key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a run is, within a folder: two records with the same key are of the same run."""
-    return (record["protocol"], record["mode"], record["label"], record["seed"], record["episode"]["name"])
+def read(path: Path) -> list[Record]:
+    """All records of a file, without an unfinished last line; none where there is no file."""
+    return _read_file(path)[0] if path.exists() else []
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file. A line that is not JSON in the middle of it is an error."""
-    if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+def collect(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
+    """The records of files, or of folders that hold a `records.jsonl`, and notes on what was left out.
+
+    The order of the files does not matter: the records come sorted.
+    """
+    if not paths:
+        raise ValueError("expected at least one folder or file of results, but got none")
+    records: list[Record] = []
+    notes: list[str] = []
+    for path in _files(paths):
+        more, remarks = _read_file(path)
+        records, notes = records + more, notes + remarks
+    if not records:
+        raise ValueError(f"no finished run in {', '.join(map(str, paths))}; let the benchmark finish at least one")
+    return _without_repeats(sorted(records, key=lambda record: (record.run, record.origin)), notes), notes
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    files: dict[Path, Path] = {}
+    for path in paths:
+        file = path / RECORDS if path.is_dir() else path
+        if not file.is_file():
+            problem = f"{path} holds no {RECORDS}" if path.is_dir() else f"there is no file or folder {path}"
+            raise FileNotFoundError(f"{problem}; expected the folder that a benchmark wrote its results to")
+        files.setdefault(file.resolve(), file)  # the same file named twice is read once
+    return list(files.values())
+
+
+def _read_file(path: Path) -> tuple[list[Record], list[str]]:
+    """The records of a file, and a note where its last line is unfinished."""
+    records: list[Record] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        origin = f"{path}, line {number}"
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: line {number} is not a record ({error}); restore it or delete the line"
-            ) from error
-    return records
+            raw = json.loads(line.decode())
+        except ValueError as error:  # also of UnicodeDecodeError
+            if number == len(lines):  # no newline after it: the run that wrote it was stopped
+                return records, [f"{origin} is unfinished and was left out"]
+            raise ValueError(f"{origin} is not a JSON record ({error}); remove the line or restore the file") from None
+        records.append(Record.from_json(raw, origin))
+    return records, []
+
+
+def _without_repeats(records: list[Record], notes: list[str]) -> list[Record]:
+    """One record of each run. Two that disagree are refused: a report does not choose between numbers."""
+    kept: dict[str, Record] = {}
+    repeated = 0
+    for record in records:
+        first = kept.setdefault(record.run, record)
+        if first is not record:
+            if (first.accuracy, first.by_domain) != (record.accuracy, record.by_domain):
+                raise ValueError(
+                    f"{first.origin} and {record.origin} are the same run ({record.label}, {record.dataset} "
+                    f"{record.protocol}, {record.mode}, {record.episode.name}, seed {record.seed}) but disagree: "
+                    f"accuracy {first.accuracy:.6f} and {record.accuracy:.6f}; remove one of the two lines"
+                )
+            repeated += 1
+    if repeated:
+        notes.append(f"{repeated} repeated {'run' if repeated == 1 else 'runs'} counted once")
+    return list(kept.values())
 
 
 @contextmanager
@@ -99,19 +319,25 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[int]:
     """A file that no other process reads or writes meanwhile, as a handle that writes at its end."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        deadline = time.monotonic() + LOCKED
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} has been locked by another process for {LOCKED:g} s") from None
-                waiting()
-                time.sleep(0.01)
+        if sys.platform != "win32":  # which has no such locks: there, one process writes to a folder
+            _lock(handle, path, waiting)
         yield handle
     finally:
-        os.close(handle)  # and gives the lock back
+        os.close(handle)  # releases the lock
+
+
+def _lock(handle: int, path: Path, waiting: Callable[[], None]) -> None:
+    import fcntl
+
+    deadline = time.monotonic() + LOCKED
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} has been locked by another process for {LOCKED:g} s") from None
+            waiting()
+            time.sleep(0.01)
 
 
 def _drop_unfinished_line(handle: int) -> bool:
@@ -132,8 +358,6 @@ def _require_same(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path
 
 def _differences(a: Any, b: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        found = []
-        for key in sorted(a.keys() | b.keys()):
-            found += _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)
-        return found
+        keys = sorted(a.keys() | b.keys())
+        return [d for key in keys for d in _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)]
     return [] if a == b else [(name, a, b)]

@@ -1,94 +1,97 @@
-"""Many runs: every method, episode and seed of an experiment, each written down as it ends, none twice."""
+"""Many runs: every method, episode and seed of a plan, each recorded as it ends, none done twice."""
 
-import hashlib
 import os
 import platform
-import resource
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import cafe_tta
 from cafe_tta import corruptions, data
 from cafe_tta.adapter import Adapter
-from cafe_tta.bench.experiments import Choice, Experiment, Part
+from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, evaluate
+from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
-from cafe_tta.bench.records import FORMAT, Results
-from cafe_tta.bench.run import Outcome, Reference, run
-from cafe_tta.bench.source_side import SourceSide
-from cafe_tta.bench.stream import Stream
+from cafe_tta.bench.records import RECORDS, Record, Results, read
+from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.distributed import Share
-from cafe_tta.gaussians import EIGENVALUE_FLOOR, SourceGaussians
 from cafe_tta.methods import METHODS
-from cafe_tta.metrics import FrechetReference
+from cafe_tta.source import Reference
 
-BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and images that a point takes at least
+BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and the fewest images of a point
 PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "opencv-python-headless", "timm", "torchvision")
+SHARED_SETTINGS = ("experiment", "dataset", "data", "corruptions", "model", "limit", "copies")  # kept in every record
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that the experiment asks for."""
+    """A run that the plan asks for."""
 
-    part: Part
-    choice: Choice
+    protocol: str
+    mode: str
+    row: Row
     seed: int
     episode: Episode
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.part.protocol, self.part.mode, self.choice.label, self.seed, self.episode.name)
+        return (self.protocol, self.mode, self.row.label, self.seed, self.episode.name)
 
 
 class Runner:
-    """An experiment over a folder of results."""
+    """A plan over a folder of results."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        source: SourceSide,
-        folder: str | os.PathLike[str],
-        share: Share | None = None,
+        self, plan: Plan, source: SourceSide, folder: str | os.PathLike[str], share: Share | None = None
     ) -> None:
-        self.experiment = experiment
+        self.plan = plan
         self.source = source
         self.share = share or Share()  # of every batch, where several processes do each run together
-        self.images = data.load(experiment.base.data)
+        self.images = data.load(plan.dataset.data)
         self.results = Results(folder, self.settings())
         self._adapters: dict[str, Adapter] = {}
+        self._made_reference: Reference | None = None
 
-    def plan(self) -> list[Planned]:
-        """All runs, in the order they are done: the methods share an episode's images."""
+    def runs(self) -> list[Planned]:
+        """All runs, in the order in which they are done: the methods share an episode's images."""
         count = len(self.images)
         return [
-            Planned(part, choice, seed, episode)
-            for part in self.experiment.parts
-            for seed in self.experiment.seeds
-            for episode in self.experiment.episodes(part.protocol, seed, count)
-            for choice in part.choices
+            Planned(protocol, self.plan.mode, row, seed, episode)
+            for protocol in self.plan.protocols
+            for seed in self.plan.seeds
+            for episode in self.plan.episodes(protocol, seed, count)
+            for row in self.plan.rows
         ]
 
     def missing(self) -> list[Planned]:
         """The runs that are not done yet."""
-        return [run for run in self.plan() if self.results.find(run.key, run.choice.config) is None]
+        return [run for run in self.runs() if self.results.find(run.key, run.row.config) is None]
+
+    def notes(self) -> list[str]:
+        """What a user should know before the work begins: what was done earlier, and what was lost."""
+        planned, missing = len(self.runs()), len(self.missing())
+        notes = ["note: the last record was cut off by a crash and is done again"] if self.results.dropped else []
+        return notes + ([f"{planned - missing} of {planned} runs are done already"] if missing < planned else [])
+
+    def progress(self) -> str:
+        """How far the folder is, counting the records of all processes."""
+        folder = self.results.folder
+        done = len(read(folder / RECORDS))
+        return f"{done} of {len(self.runs())} runs are done and kept in {folder}; start again to go on"
 
     def prepare(self) -> None:
         """Makes what the missing runs need of the source side, so that other processes find it."""
-        for choice in {planned.choice.label: planned.choice for planned in self.missing()}.values():
-            needs = METHODS[choice.method].needs
-            if needs == "stats" or self.experiment.frechet:
-                self.source.grouped(choice)
-            if needs in ("histograms", "posterior"):
-                self.source.needs(choice, needs, choice.config.batch_size)
-        if self.experiment.frechet:
+        for row in {planned.row.label: planned.row for planned in self.missing()}.values():
+            self.source.needed(row)
+        if self.plan.frechet:
             self.source.grouped()
 
     def work(
@@ -98,13 +101,13 @@ class Runner:
         claim: Callable[[Planned], bool] = lambda _: True,
         begin: float = 0.0,
     ) -> None:
-        """Does what is missing. `started` is told of each run, `advance` of the images dealt with.
+        """Does the missing runs. `started` is called with each run, `advance` with the number of images of each batch.
 
-        Where several processes do it, `claim` says whether a run falls to this one, and `begin`, from 0 to 1, where it
-        begins to look for some: so that processes do not all make the same images.
+        Where several processes do it, `claim` says whether a run falls to this one, and `begin`, from 0 to 1, where in
+        the list it begins to look for runs: so that processes do not all make the same images.
         """
         stream: Stream | None = None
-        before: Outcome | None = None
+        before = Distance()
         missing = self._agreed()
         first = int(begin * len(missing))
         for planned in missing[first:] + missing[:first]:
@@ -113,175 +116,166 @@ class Runner:
             started(planned)
             if stream is None or stream.episode is not planned.episode:
                 stream = self.stream(planned.episode)
-                before = self._source_outcome(stream) if self.experiment.frechet else None
-            adapter = self._adapter(planned.choice)
+                if reference := self._reference():
+                    before = distance_before(self.source.classifier, stream, reference)
+            adapter = self._adapter(planned.row)
             reset_peak_memory()
-            outcome = run(adapter, stream, planned.part.mode, self._reference(), advance)
+            outcome = evaluate(adapter, stream, self.plan.mode, self._reference(), advance)
             peak = max(self.share.all(peak_memory()))
             if self.share.rank == 0:
-                self.results.add(self.record(planned, adapter, outcome, before, peak))
+                self.results.add(self.record(planned, outcome, before, peak))
 
     def _agreed(self) -> list[Planned]:
-        """What is missing, as rank 0 sees it: all ranks do the same runs in the same order."""
+        """The missing runs, as rank 0 sees them: all ranks do the same runs in the same order."""
         missing = {planned.key for planned in self.missing()} if self.share.rank == 0 else set()
         wanted = self.share.all(missing)[0]
-        return [planned for planned in self.plan() if planned.key in wanted]
+        return [planned for planned in self.runs() if planned.key in wanted]
 
     def stream(self, episode: Episode) -> Stream:
-        base = self.experiment.base
-        seed = self.experiment.corruption_seed
-        return Stream(self.images, episode, self.source.preprocessing, base.corruption_preset, seed, self.share)
+        """The corrupted images of an episode."""
+        preset, seed = self.plan.dataset.corruption_preset, self.plan.corruption_seed
+        return Stream(self.images, episode, self.source.preprocessing, preset, seed, self.share)
 
     def settings(self) -> dict[str, Any]:
         """What all the runs of a folder have in common."""
-        experiment, base = self.experiment, self.experiment.base
+        plan, dataset = self.plan, self.plan.dataset
         return {
-            "experiment": experiment.kind,
-            "dataset": base.name,
-            "data": {"name": base.data, "images": len(self.images), "digest": self.images.digest()},
+            "experiment": plan.experiment,
+            "dataset": dataset.name,
+            "data": {"name": dataset.data, "images": len(self.images), "digest": self.images.digest()},
             "corruptions": {
-                "names": list(experiment.corruptions),
-                "severities": list(base.severities),
-                "preset": base.corruption_preset,
-                "seed": experiment.corruption_seed,
+                "names": list(plan.corruptions),
+                "severities": list(dataset.severities),
+                "preset": dataset.corruption_preset,
+                "seed": plan.corruption_seed,
                 "frost_is_standard": corruptions.frost_is_standard(),
                 "official_files": isinstance(self.images, data.CorruptedSet),
             },
             "model": self.source.describe_model(),
             "source": {
-                "data": base.source_data,
+                "data": dataset.source_data,
                 "images": len(self.source.indices),
-                "num_groups": self.source.options.num_groups or base.num_groups,
-                "max_group_size": self.source.options.max_group_size,
-                "group_seed": self.source.options.group_seed,
+                "num_groups": self.source.options.num_groups or dataset.num_groups,
+                "max_group_size": self.source.options.max_group_size or None,
+                "group_seed": self.source.group_seed,
             },
-            "limit": experiment.limit,
-            "copies": base.copies,
+            "limit": plan.limit,
+            "copies": dataset.copies,
             "versions": {"cafe_tta": cafe_tta.__version__, "torch": torch.__version__},
         }
 
-    def record(
-        self, planned: Planned, adapter: Adapter, outcome: Outcome, before: Outcome | None, peak: float
-    ) -> dict[str, Any]:
-        """A run in all its particulars."""
-        settings, config = self.results.settings, asdict(planned.choice.config)
-        stats = self.source.grouped(planned.choice) if adapter.needs == "stats" or self.experiment.frechet else None
-        return {
-            "format": FORMAT,
-            **{
-                key: settings[key]
-                for key in ("experiment", "dataset", "data", "corruptions", "model", "limit", "copies")
-            },
-            "method": planned.choice.method,
-            "label": planned.choice.label,
-            "needs": adapter.needs,
-            "config": config,
-            "protocol": planned.part.protocol,
-            "mode": planned.part.mode,
-            "seed": planned.seed,
-            "episode": describe(planned.episode),
-            "source": settings["source"]
-            | {"count": len(self.source.indices)}
-            | (
-                {}
-                if stats is None
-                else {
-                    "num_groups": stats.meta["num_groups"],
-                    "max_group_size": stats.meta["max_group_size"],
-                    "seed": stats.meta["seed"],
-                    "dead_dims": stats.meta["dead_dims"],
-                    "group_sizes": sorted((len(dims) for dims in stats.groups), reverse=True),
-                }
-            ),
-            "accuracy": outcome.accuracy,
-            "by_domain": outcome.by_domain,
-            "stream": [
-                block.double().mean().item()
-                for block in outcome.online_hits.tensor_split(max(1, min(BLOCKS, outcome.images // SMALLEST_BLOCK)))
-                if len(block)
-            ],
-            "frechet_before": None if before is None else before.frechet,
-            "frechet_after": outcome.frechet,
-            "alignment_before": None if before is None else before.alignment,
-            "alignment_after": outcome.alignment,
-            "seconds": outcome.seconds,
-            "images_per_second": outcome.images / outcome.seconds,
-            "peak_memory_mb": peak,
-            "steps": outcome.steps,
-            "refused": outcome.refused,
-            "versions": {"cafe_tta": cafe_tta.__version__, "python": platform.python_version(), **_versions()},
-            "machine": {"processor": _processor(), "threads": torch.get_num_threads()}
-            | ({} if self.share.ranks == 1 else {"processes": self.share.ranks}),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+    def record(self, planned: Planned, outcome: Outcome, before: Distance, peak: float) -> Record:
+        """A run with everything that decided it and everything that came of it."""
+        blocks = outcome.online_hits.tensor_split(max(1, min(BLOCKS, outcome.images // SMALLEST_BLOCK)))
+        processes = {} if self.share.ranks == 1 else {"processes": self.share.ranks}
+        return Record(
+            **{key: self.results.settings[key] for key in SHARED_SETTINGS},
+            method=planned.row.method,
+            label=planned.row.label,
+            needs=planned.row.needs,
+            config=asdict(planned.row.config),
+            protocol=planned.protocol,
+            mode=planned.mode,
+            seed=planned.seed,
+            episode=planned.episode.summary(),
+            source=self._describe_source(planned.row),
+            accuracy=outcome.accuracy,
+            by_domain=outcome.by_domain,
+            stream=tuple(block.double().mean().item() for block in blocks if len(block)),
+            frechet_before=before.frechet,
+            frechet_after=outcome.distance.frechet,
+            alignment_before=before.alignment,
+            alignment_after=outcome.distance.alignment,
+            seconds=outcome.seconds,
+            peak_memory_mb=peak,
+            steps=outcome.steps,
+            refused=outcome.refused,
+            versions={"cafe_tta": cafe_tta.__version__, "python": platform.python_version(), **_versions()},
+            machine={"processor": _processor(), "threads": torch.get_num_threads(), **processes},
+            command=_command(),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
 
-    def _adapter(self, choice: Choice) -> Adapter:
-        if choice.label not in self._adapters:
+    def _describe_source(self, row: Row) -> dict[str, Any]:
+        facts = self.results.settings["source"] | {"count": len(self.source.indices)}
+        if row.needs == "stats" or self.plan.frechet:
+            stats = self.source.grouped(row)
+            facts |= {key: stats.meta[key] for key in ("num_groups", "max_group_size", "seed", "dead_dims")}
+            facts["group_sizes"] = sorted((len(dims) for dims in stats.groups), reverse=True)
+        return dict(facts)
+
+    def _adapter(self, row: Row) -> Adapter:
+        if row.label not in self._adapters:
             self._adapters.clear()  # one at a time: a large model's adapters would not fit side by side
-            kind = METHODS[choice.method]
-            needs = self.source.needs(choice, kind.needs, choice.config.batch_size)
-            self._adapters[choice.label] = kind(self.source.classifier, needs, choice.config)
-        return self._adapters[choice.label]
+            needed = self.source.needed(row)
+            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, row.config)
+        return self._adapters[row.label]
 
     def _reference(self) -> Reference | None:
-        if not self.experiment.frechet:
-            return None
-        if not hasattr(self, "_frechet"):
-            self._frechet = FrechetReference(self.source.stats.mean, self.source.stats.cov)
-            self._gaussians = SourceGaussians(self.source.grouped(), EIGENVALUE_FLOOR)
-        return Reference(self._frechet, self._gaussians)
-
-    def _source_outcome(self, stream: Stream) -> Outcome:
-        """The source classifier on the same images: where every method starts from."""
-        unadapted = METHODS["source"](self.source.classifier)
-        return run(unadapted, stream, "online", self._reference())
+        if self.plan.frechet and self._made_reference is None:
+            self._made_reference = Reference(replace(self.source.grouped(), full_cov=self.source.stats.cov))
+        return self._made_reference
 
 
-def describe(episode: Episode) -> dict[str, Any]:
-    """What an episode holds: counts by domain, and a hash of which image comes when and how."""
-    counts = np.bincount(episode.domain_of, minlength=len(episode.domains))
-    digest = hashlib.sha256(episode.images.astype("<i8").tobytes() + episode.domain_of.astype("<i8").tobytes())
-    domains = {str(domain): int(count) for domain, count in zip(episode.domains, counts, strict=True) if count}
-    return {"name": episode.name, "images": len(episode), "domains": domains, "digest": digest.hexdigest()[:16]}
+def run(
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    source: SourceSideOptions | None = None,
+    say: Say = lambda _: None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Record]:
+    """Does the runs of a plan that `folder` has no record of yet, and gives all of its records.
+
+    Stopped at any moment and called again, it goes on where it was.
+    """
+    runner = Runner(plan, SourceSide(plan.dataset, Path(folder) / "source", source, say), folder)
+    for note in runner.notes():
+        say(note)
+    runner.work(advance=advance)
+    return read(Path(folder) / RECORDS)
 
 
 def reset_peak_memory() -> None:
     """Begins to measure anew, where the system can."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):  # not Linux, or not allowed: the figure is then that of the whole process so far
+    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the whole process so far
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> float:
-    """Most memory used since `reset_peak_memory`, in MB."""
+    """Most memory used since `reset_peak_memory`, in MB; 0 where the system does not say."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**20
-    try:
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
-    except OSError:
-        pass
+    if sys.platform == "win32":
+        return 0.0
+    import resource  # which Windows lacks
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 1024
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    """The command line of this process."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["cafe-tta" if program == "__main__.py" else program, *sys.argv[1:]])

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cafe_tta.distributed import torchrun_share
+from cafe_tta.distributed import Share, torchrun_share
 
 Advance = Callable[[int], None]
 
@@ -111,30 +111,23 @@ def readable_bytes(size: int) -> str:
 @contextmanager
 def only_rank_0_prints() -> Iterator[None]:
     """Silences the other ranks inside the block; an error that leaves it can be printed."""
-    share = torchrun_share()
-    if share is None or not share.rank:
+    if not (torchrun_share() or Share()).rank:
         yield
         return
-    before = sys.stdout, sys.stderr
-    with open(os.devnull, "w") as nowhere:
-        sys.stdout = sys.stderr = nowhere
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Lets rank 0 say how far it got when torchrun ends the job because of another rank."""
-    share = torchrun_share()
-    if share is None or share.rank:
-        yield
-        return
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Interrupted("", number)
 
+    if (torchrun_share() or Share()).rank:
+        yield
+        return
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield

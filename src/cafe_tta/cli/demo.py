@@ -1,15 +1,15 @@
 """`cafe-tta demo`: the whole story in two minutes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cafe_tta.cli.console import progress, say, show_table
+from cafe_tta.cli.bench import work
+from cafe_tta.cli.console import say, show_table
+from cafe_tta.cli.report import drawn
 
-if TYPE_CHECKING:
-    from cafe_tta.bench.demo import MethodResult
+_ONE_PASS = {"dann": {"iterations": 1}}  # the paper's 400 would take longer than all the rest
 
 
 def demo(
@@ -18,36 +18,30 @@ def demo(
 ) -> None:
     """Adapt a small digit classifier to 15 mixed corruptions and compare the methods. Downloads nothing.
 
-    What is done already in the output folder is not done again.
+    Runs that the output folder has already are not done again.
     """
-    from cafe_tta.bench import demo as bench  # loads scikit-learn and more: only when it is needed
+    from cafe_tta import METHODS, bench, storage  # loads scikit-learn and more: only when it is needed
+    from cafe_tta.bench.report.columns import main_columns
+    from cafe_tta.bench.report.figures import draw_summary
+    from cafe_tta.bench.report.tables import summary_table
+    from cafe_tta.bench.runner import Runner
+    from cafe_tta.bench.source_side import SourceSide
 
-    runner = bench.prepare(output, range(seeds), say)
-    runs = len(runner.missing())
-    with progress("adapting", runs) as advance:
-        results = bench.compare(runner, lambda _: advance(1))
-    show_table(_table(results))
-    paths = bench.draw(runner, results, output)
+    plan = bench.plan("mixed", "digits", list(METHODS), _ONE_PASS, seeds=tuple(range(seeds)))
+    work(Runner(plan, SourceSide(plan.dataset, output / "source", say=say), output))
+    (column,) = main_columns(bench.report.make([output]).records)
+    show_table(drawn(summary_table(column)))
+    picture = draw_summary(column, _samples(plan))
+    paths = [output / "demo.png", output / "demo.svg"]
+    for path, content in zip(paths, (picture.png, picture.svg), strict=True):
+        storage.write_bytes(path, content)
     print(f"\nwritten: {output / 'records.jsonl'}, {', '.join(map(str, paths))}")
 
 
-def _table(results: "list[MethodResult]") -> Table:
-    best = max(result.mean for result in results if result.needs != "data")
-    runs = len(results[0].records)
-    title = (
-        f"{results[0].images} digits, 15 corruptions mixed, severity 5: offline accuracy, mean ± std of {runs} seeds"
-    )
-    table = Table(title=title, caption="dann is a reference, no rival: it needs labelled source data while it adapts")
-    table.add_column("method")
-    table.add_column("needs of the source")
-    for name in ("accuracy %", "Fréchet distance", "ms / image"):
-        table.add_column(name, justify="right")
-    for result in results:
-        values = (
-            f"{result.mean:.2f} ± {result.spread:.2f}" if runs > 1 else f"{result.mean:.2f}",
-            f"{result.frechet:.2f}",
-            f"{result.milliseconds:.2f}",
-        )
-        style = "bold" if result.mean == best else ""
-        table.add_row(result.name, result.needs or "nothing", *values, style=style)
-    return table
+def _samples(plan: Any) -> list[tuple[str, Any]]:
+    """One image of the data set, clean and with each corruption."""
+    from cafe_tta import corruptions, data
+
+    clean = data.load(plan.dataset.data).images([3])
+    changed = [(name, corruptions.corrupt(clean, name, severity=5, seed=0)[0]) for name in plan.corruptions]
+    return [("clean", clean[0]), *changed]

@@ -1,8 +1,8 @@
-"""Flags from declared options: `with_flags(Settings)` gives a command one flag for each option of the class."""
+"""Flags from declared options: a command's parameter that is an `Options` class becomes one flag for each option."""
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,31 +14,49 @@ C = TypeVar("C", bound=Options)
 _METAVARS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 
 
+def command(*optional: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command for Typer whose parameters may be `Options` classes: `def adapt(model: ModelOptions, …)`.
+
+    `optional` names required options that this command can do without.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(function).parameters
+        groups = {name: p.annotation for name, p in parameters.items() if _is_options(p.annotation)}
+
+        def run(**arguments: Any) -> None:
+            own = {name: arguments[name] for name in parameters if name not in groups}
+            function(**own, **{name: read(config, arguments) for name, config in groups.items()})
+
+        expanded: list[inspect.Parameter] = []
+        for name, p in parameters.items():
+            expanded += flags(groups[name], optional) if name in groups else [p.replace(kind=p.KEYWORD_ONLY)]
+        return _with_signature(run, function, expanded)
+
+    return decorate
+
+
 def with_flags(*configs: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replaces `**options` in the signature of a command by a flag for each option of some classes.
 
     The command receives what was given: texts, lists of them for repeated flags, booleans, and None for the rest.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        kept = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        added = [parameter for config in configs for parameter in flags(config)]
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        kept = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
 
         def run(**arguments: Any) -> None:
-            command(**arguments)
+            function(**arguments)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*kept, *added)}
-        return run
+        return _with_signature(run, function, [*kept, *(p for config in configs for p in flags(config))])
 
     return decorate
 
 
-def flags(config: type[Options]) -> list[inspect.Parameter]:
+def flags(config: type[Options], optional: Iterable[str] = ()) -> list[inspect.Parameter]:
     """A keyword parameter for each option of a class, and a hidden one for each of its aliases."""
     return [
-        _parameter(described, name, hidden=name != described.name or described.extra.get("hidden", False))
+        _parameter(described, name, described.extra.get("required", False) and name not in optional)
         for described in describe(config)
         for name in described.names
     ]
@@ -47,18 +65,35 @@ def flags(config: type[Options]) -> list[inspect.Parameter]:
 def read(config: type[C], given: Mapping[str, Any]) -> C:
     """The options that flags gave; those that were not given have their defaults. Errors name the flag.
 
-    >>> from cafe_tta.serve import Settings
-    >>> read(Settings, {"port": "80", "guard": False, "host": None}).judge
-    False
-    >>> read(Settings, {"port": "http"})
+    Aliases of a list add to it.
+
+    >>> from cafe_tta.models import ModelOptions
+    >>> read(ModelOptions, {"model": "timm:resnet26", "num_classes": "10", "device": None}).num_classes
+    10
+    >>> read(ModelOptions, {"model": "timm:resnet26", "num_classes": "ten"})
     Traceback (most recent call last):
-    ValueError: expected `port` to be a whole number between 0 and 65535, but got 'http' (--port)
+    ValueError: expected `num_classes` to be a whole number at least 1, or none, but got 'ten' (--num-classes)
     """
-    return combine(config, ((name, value, _flag(name)) for name, value in given.items() if value is not None))
+    names = {name for described in describe(config) for name in described.names}
+    return combine(config, [(n, value, _flag(n)) for n, value in given.items() if n in names and value is not None])
 
 
-def _parameter(described: Described, name: str, hidden: bool) -> inspect.Parameter:
+def _is_options(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Options)
+
+
+def _with_signature(
+    run: Callable[..., None], function: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameter(described: Described, name: str, required: bool) -> inspect.Parameter:
     kinds = typing.get_args(described.hint) or (described.hint,)
+    hidden = name != described.name
     settings: dict[str, Any] = {
         "help": described.meaning + _default(described),
         "rich_help_panel": described.extra.get("panel"),
@@ -66,15 +101,18 @@ def _parameter(described: Described, name: str, hidden: bool) -> inspect.Paramet
         "hidden": hidden,
         "envvar": described.extra.get("envvar"),
     }
-    flag, kind = _flag(name), typing.get_origin(described.hint)
-    annotation: Any = str | None
+    flag = _flag(name)
+    repeated = typing.get_origin(described.hint) is list
+    annotation: Any = str
     if bool in kinds:
-        annotation, flag = bool | None, f"{flag}/--no-{flag[2:]}"
+        own = described.extra.get("flag")
+        annotation, flag = bool, own or f"{flag}/--no-{flag[2:]}"
     else:
         settings["metavar"] = described.extra.get("metavar", _metavar(described.hint, kinds))
-        annotation = list[str] | None if kind is list else str | None
-    annotation = Annotated[annotation, typer.Option(flag, **settings)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        annotation = list[str] if repeated else str
+    annotation = Annotated[annotation if required else annotation | None, typer.Option(flag, **settings)]
+    default = inspect.Parameter.empty if required else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _metavar(hint: Any, kinds: tuple[Any, ...]) -> str:
@@ -85,7 +123,7 @@ def _metavar(hint: Any, kinds: tuple[Any, ...]) -> str:
 
 def _default(described: Described) -> str:
     """The default, for the end of a help text; nothing where the option is off or not given."""
-    if described.default is None or described.default is False or described.default == []:
+    if described.default is False or described.default in (None, "", []):
         return ""
     return f" Default: {'on' if described.default is True else described.default}."
 

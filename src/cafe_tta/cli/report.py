@@ -1,5 +1,6 @@
 """`cafe-tta report`: the paper's tables and figures from the records of a benchmark."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from rich.text import Text
 from cafe_tta.cli.console import say, show_table
 
 if TYPE_CHECKING:
-    from cafe_tta.bench.report import table
+    from cafe_tta.bench.report import tables
 
 WIDEST = 8  # columns of numbers side by side
 _STYLES = {"best": "bold", "second": "underline"}
@@ -36,13 +37,19 @@ def report(
         for note in shown.notes:
             print(f"note: {note}")
         print()
-    first = results[0] if results[0].is_dir() else results[0].parent
     say("drawing the figures")
-    paths = bench.write(made, output or first / "report")
-    print(f"written: {', '.join(map(str, paths))}")
+    print(f"written: {', '.join(map(str, bench.write(made, output)))}")
 
 
-def _parts(shown: "table.Table") -> "list[table.Table]":
+def show_report_table(results: Sequence[Path]) -> None:
+    """Prints the first table of a report."""
+    from cafe_tta.bench import report as bench
+
+    for shown in bench.make(results).tables[:1]:
+        show_table(drawn(shown))
+
+
+def _parts(shown: "tables.Table") -> "list[tables.Table]":
     """A table too wide for a terminal, data set by data set."""
     if len(shown.heads) <= WIDEST:
         return [shown]
@@ -55,7 +62,7 @@ def _parts(shown: "table.Table") -> "list[table.Table]":
     return parts
 
 
-def drawn(shown: "table.Table") -> Table:
+def drawn(shown: "tables.Table") -> Table:
     """A table of the report, for the terminal."""
     title, caption = Text(shown.title) if shown.title else None, Text(shown.caption) if shown.caption else None
     made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")

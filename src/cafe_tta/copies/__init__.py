@@ -11,17 +11,12 @@ Every copy depends on the settings and on the index of its image in the set alon
 A finished file has its final name; unfinished ones are in a hidden folder beside it, which is removed in the end.
 """
 
-from cafe_tta.copies.job import PROCEDURAL_FROST, CopyOptions, Job, Settings, choose_severities, plan
-from cafe_tta.copies.make import Copies, carry_out, make
-
-__all__ = [
-    "PROCEDURAL_FROST",
-    "Copies",
-    "CopyOptions",
-    "Job",
-    "Settings",
-    "carry_out",
-    "choose_severities",
-    "make",
-    "plan",
-]
+from cafe_tta.copies.job import PROCEDURAL_FROST as PROCEDURAL_FROST
+from cafe_tta.copies.job import CopyOptions as CopyOptions
+from cafe_tta.copies.job import Job as Job
+from cafe_tta.copies.job import Settings as Settings
+from cafe_tta.copies.job import choose_severities as choose_severities
+from cafe_tta.copies.job import plan as plan
+from cafe_tta.copies.run import Copies as Copies
+from cafe_tta.copies.run import carry_out as carry_out
+from cafe_tta.copies.run import make as make

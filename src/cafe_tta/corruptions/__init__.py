@@ -23,8 +23,8 @@ from .table import CORRUPTIONS, PRESETS, Corruption
 
 __all__ = ["CORRUPTIONS", "HELD_OUT", "NAMES", "PRESETS", "Corruption", "choose_names", "corrupt", "frost_is_standard"]
 
-NAMES: Final = tuple(row.name for row in CORRUPTIONS.values() if row.group in ("noise", "blur", "weather", "digital"))
-HELD_OUT: Final = tuple(row.name for row in CORRUPTIONS.values() if row.group == "extra")  # for validation
+NAMES: Final = tuple(name for name, row in CORRUPTIONS.items() if row.group in ("noise", "blur", "weather", "digital"))
+HELD_OUT: Final = tuple(name for name, row in CORRUPTIONS.items() if row.group == "extra")  # for validation
 _GROUPS: Final = {"all": NAMES, "held-out": HELD_OUT}
 
 

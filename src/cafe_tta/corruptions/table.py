@@ -23,7 +23,6 @@ PRESETS: Final[tuple[str, ...]] = get_args(Preset)
 class Corruption:
     """What it takes to make a corruption."""
 
-    name: str
     id: int  # part of every random key: never reused or changed, else old results cannot be made again
     group: str  # its archive of ImageNet-C; `extra` is for validation; any other word for what is not published
     function: str | Callable[..., Any]  # or "module.name" in this package, imported when it is first used
@@ -67,77 +66,54 @@ def scaled(rows: Rows, side: float) -> Rows:
 
 _SMALL_ZOOMS: Rows = ((1, 1.06, 0.01), (1, 1.11, 0.01), (1, 1.16, 0.01), (1, 1.21, 0.01), (1, 1.26, 0.01))
 
-_TABLE = (  # in the paper's order
-    Corruption(
-        name="gaussian_noise",
-        id=1,
-        group="noise",
-        function="noise.gaussian_noise",
+# fmt: off
+CORRUPTIONS: Final[dict[str, Corruption]] = {  # in the paper's order
+    "gaussian_noise": Corruption(
+        1, "noise", "noise.gaussian_noise",
         cifar=each(0.04, 0.06, 0.08, 0.09, 0.10),
         imagenet=each(0.08, 0.12, 0.18, 0.26, 0.38),
         tinyimagenet=each(0.04, 0.08, 0.12, 0.15, 0.18),
     ),
-    Corruption(
-        name="shot_noise",
-        id=2,
-        group="noise",
-        function="noise.shot_noise",
+    "shot_noise": Corruption(
+        2, "noise", "noise.shot_noise",
         cifar=each(500, 250, 100, 75, 50),
         imagenet=each(60, 25, 12, 5, 3),
         tinyimagenet=each(250, 100, 50, 30, 15),
     ),
-    Corruption(
-        name="impulse_noise",
-        id=3,
-        group="noise",
-        function="noise.impulse_noise",
+    "impulse_noise": Corruption(
+        3, "noise", "noise.impulse_noise",
         cifar=each(0.01, 0.02, 0.03, 0.05, 0.07),
         imagenet=each(0.03, 0.06, 0.09, 0.17, 0.27),
         tinyimagenet=each(0.01, 0.02, 0.05, 0.08, 0.14),
     ),
-    Corruption(
-        name="defocus_blur",
-        id=4,
-        group="blur",
-        function="blur.defocus_blur",
+    "defocus_blur": Corruption(
+        4, "blur", "blur.defocus_blur",
         cifar=((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
         imagenet=((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
         tinyimagenet=((0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)),
     ),
-    Corruption(
-        name="glass_blur",
-        id=5,
-        group="blur",
-        function="blur.glass_blur",
+    "glass_blur": Corruption(
+        5, "blur", "blur.glass_blur",
         smallest_side=lambda sigma, reach, passes: 2 * int(reach) + 1,  # else no pixel has room to look around
         cifar=((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
         imagenet=((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
         tinyimagenet=((0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)),
     ),
-    Corruption(
-        name="motion_blur",
-        id=6,
-        group="blur",
-        function="blur.motion_blur",
+    "motion_blur": Corruption(
+        6, "blur", "blur.motion_blur",
         cifar=((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
         imagenet=((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
         tinyimagenet=((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
     ),
-    Corruption(
-        name="zoom_blur",
-        id=7,
-        group="blur",
-        function="blur.zoom_blur",
+    "zoom_blur": Corruption(
+        7, "blur", "blur.zoom_blur",
         block=2_500_000,  # it reads a large matrix per block and wants several large images at once
         cifar=_SMALL_ZOOMS,
         imagenet=((1, 1.11, 0.01), (1, 1.16, 0.01), (1, 1.21, 0.02), (1, 1.26, 0.02), (1, 1.31, 0.03)),
         tinyimagenet=_SMALL_ZOOMS,
     ),
-    Corruption(
-        name="snow",
-        id=8,
-        group="weather",
-        function="weather.snow",
+    "snow": Corruption(
+        8, "weather", "weather.snow",
         cifar=(
             (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
             (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
@@ -160,47 +136,32 @@ _TABLE = (  # in the paper's order
             (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
         ),
     ),
-    Corruption(
-        name="frost",
-        id=9,
-        group="weather",
-        function="weather.frost",
+    "frost": Corruption(
+        9, "weather", "weather.frost",
         cifar=extended(((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)), 0.2),
         imagenet=extended(((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)), 1),
         tinyimagenet=extended(((1, 0.3), (0.9, 0.4), (0.8, 0.45), (0.75, 0.5), (0.7, 0.55)), 0.3),
     ),
-    Corruption(
-        name="fog",
-        id=10,
-        group="weather",
-        function="weather.fog",
+    "fog": Corruption(
+        10, "weather", "weather.fog",
         cifar=extended(((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)), 32),
         imagenet=extended(((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)), 256),
         tinyimagenet=extended(((0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)), 64),
     ),
-    Corruption(
-        name="brightness",
-        id=11,
-        group="weather",
-        function="weather.brightness",
+    "brightness": Corruption(
+        11, "weather", "weather.brightness",
         cifar=each(0.05, 0.1, 0.15, 0.2, 0.3),
         imagenet=each(0.1, 0.2, 0.3, 0.4, 0.5),
         tinyimagenet=each(0.1, 0.2, 0.3, 0.4, 0.5),
     ),
-    Corruption(
-        name="contrast",
-        id=12,
-        group="digital",
-        function="digital.contrast",
+    "contrast": Corruption(
+        12, "digital", "digital.contrast",
         cifar=each(0.75, 0.5, 0.4, 0.3, 0.15),
         imagenet=each(0.4, 0.3, 0.2, 0.1, 0.05),
         tinyimagenet=each(0.4, 0.3, 0.2, 0.1, 0.05),
     ),
-    Corruption(
-        name="elastic_transform",
-        id=13,
-        group="digital",
-        function="digital.elastic_transform",
+    "elastic_transform": Corruption(
+        13, "digital", "digital.elastic_transform",
         smallest_side=lambda *_: 3,  # else the three anchors coincide
         cifar=scaled(((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)), 32),
         imagenet=scaled(  # 244, sic: the authors meant 224 and kept what made the published data
@@ -210,48 +171,33 @@ _TABLE = (  # in the paper's order
             ((0, 0, 0.08), (0.05, 0.3, 0.06), (0.1, 0.08, 0.06), (0.1, 0.03, 0.03), (0.16, 0.03, 0.02)), 64
         ),
     ),
-    Corruption(
-        name="pixelate",
-        id=14,
-        group="digital",
-        function="digital.pixelate",
+    "pixelate": Corruption(
+        14, "digital", "digital.pixelate",
         smallest_side=lambda scale: ceil(1 / scale),  # else nothing is left after shrinking
         cifar=each(0.95, 0.9, 0.85, 0.75, 0.65),
         imagenet=each(0.6, 0.5, 0.4, 0.3, 0.25),
         tinyimagenet=each(0.9, 0.8, 0.7, 0.6, 0.5),
     ),
-    Corruption(
-        name="jpeg_compression",
-        id=15,
-        group="digital",
-        function="digital.jpeg_compression",
+    "jpeg_compression": Corruption(
+        15, "digital", "digital.jpeg_compression",
         cifar=each(80, 65, 58, 50, 40),
         imagenet=each(25, 18, 15, 10, 7),
         tinyimagenet=each(65, 58, 50, 40, 25),
     ),
-    Corruption(
-        name="speckle_noise",
-        id=16,
-        group="extra",
-        function="noise.speckle_noise",
+    "speckle_noise": Corruption(
+        16, "extra", "noise.speckle_noise",
         cifar=each(0.06, 0.1, 0.12, 0.16, 0.2),
         imagenet=each(0.15, 0.2, 0.35, 0.45, 0.6),
         tinyimagenet=each(0.15, 0.2, 0.25, 0.3, 0.35),
     ),
-    Corruption(
-        name="gaussian_blur",
-        id=17,
-        group="extra",
-        function="blur.gaussian_blur",
+    "gaussian_blur": Corruption(
+        17, "extra", "blur.gaussian_blur",
         cifar=each(0.4, 0.6, 0.7, 0.8, 1),
         imagenet=each(1, 2, 3, 4, 6),
         tinyimagenet=each(0.5, 0.75, 1, 1.25, 1.5),
     ),
-    Corruption(
-        name="spatter",
-        id=19,
-        group="extra",
-        function="weather.spatter",
+    "spatter": Corruption(
+        19, "extra", "weather.spatter",
         cifar=(
             (0.62, 0.1, 0.7, 0.7, 0.5, 0),
             (0.65, 0.1, 0.8, 0.7, 0.5, 0),
@@ -274,15 +220,11 @@ _TABLE = (  # in the paper's order
             (0.65, 0.1, 0.5, 0.67, 0.6, 1),
         ),
     ),
-    Corruption(
-        name="saturate",
-        id=18,
-        group="extra",
-        function="digital.saturate",
+    "saturate": Corruption(
+        18, "extra", "digital.saturate",
         cifar=((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
         imagenet=((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
         tinyimagenet=((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (30, 0.2)),
     ),
-)
-
-CORRUPTIONS: Final[dict[str, Corruption]] = {row.name: row for row in _TABLE}
+}
+# fmt: on

@@ -13,31 +13,23 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from cafe_tta.data.arrays import ArraySet, load_arrays
+from cafe_tta.data.arrays import ArraySet as ArraySet
+from cafe_tta.data.arrays import load_arrays
 from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
 from cafe_tta.data.digits import load_digits
-from cafe_tta.data.folder import FolderSet, load_folder
+from cafe_tta.data.folder import FolderSet as FolderSet
+from cafe_tta.data.folder import load_folder
 from cafe_tta.data.imagenet import load_imagenet
-from cafe_tta.data.imageset import CorruptedSet, ImageSet, Labels, Unreadable, UnreadableImage
-from cafe_tta.data.loader import Advance, Batch, Loader, match_labels
+from cafe_tta.data.imageset import CorruptedSet as CorruptedSet
+from cafe_tta.data.imageset import ImageSet as ImageSet
+from cafe_tta.data.imageset import Labels as Labels
+from cafe_tta.data.imageset import Unreadable as Unreadable
+from cafe_tta.data.imageset import UnreadableImage as UnreadableImage
+from cafe_tta.data.loader import Advance as Advance
+from cafe_tta.data.loader import Batch as Batch
+from cafe_tta.data.loader import Loader as Loader
+from cafe_tta.data.loader import match_labels as match_labels
 from cafe_tta.data.torchvision_sets import SOURCES, load_torchvision
-
-__all__ = [
-    "DATASETS",
-    "Advance",
-    "ArraySet",
-    "Batch",
-    "CorruptedSet",
-    "FolderSet",
-    "ImageSet",
-    "Labels",
-    "Loader",
-    "NamedSet",
-    "Unreadable",
-    "UnreadableImage",
-    "load",
-    "match_labels",
-]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ NUM_CLASSES = 1000
 
 
 class ImageNetSet(FolderSet):
-    """ImageNet's images, resized to 256 pixels on the short side and cropped to the central 224 x 224.
-
-    Corruptions come after the crop.
+    """ImageNet's images, resized to 256 pixels on the short side and cropped to 224 x 224, before any corruption.
 
     Labels are numbered in the order of the class folders. Where all 1000 are there, they are the numbers that every
     ImageNet model uses, and `classes` is None: models do not know the folders' names.

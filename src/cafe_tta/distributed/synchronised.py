@@ -196,7 +196,7 @@ class Lockstep:
         check: Callable[[Tensor], None],
         predict: Callable[[Tensor], Tensor],
         state: Callable[[], Mapping[str, Tensor]],
-    ) -> Iterator[None]:
+    ) -> Iterator[Communicator]:
         """Surrounds one adaptation step: no rank begins before every rank has a good part of the batch.
 
         `doing` describes the step in words, and has to be the same on every rank; `check` and `predict` raise on images
@@ -213,7 +213,7 @@ class Lockstep:
                 self._until_comparison = ranks.check_every
                 self._compare(state())
             self._until_comparison -= 1
-            yield
+            yield communicator
         except BaseException as error:
             if not isinstance(error, Diverged):  # which every rank raises at the same moment
                 # The others wait in the middle of a step: they would misinterpret anything that this rank sends next.
@@ -221,11 +221,6 @@ class Lockstep:
             raise
         finally:
             ranks.in_step = False
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank passed to collectives in the last step."""
-        return self.ranks.communicator.bytes
 
     def compare_next(self) -> None:
         """Compares the states of the ranks at the next step, as at the first."""

@@ -12,6 +12,7 @@ class SourceOnly(Adapter):
     """The source classifier as it is."""
 
     name = "source"
+    adapts = False
     distributed = True
     presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}
 

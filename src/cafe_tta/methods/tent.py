@@ -36,6 +36,7 @@ class Tent(GradientAdapter):
 
     name = "tent"
     distributed = True
+    remark = "Tent keeps no running statistics: it normalises with the batch that it answers."
     Config = TentConfig
     presets: ClassVar = {
         "cifar": TentConfig(),

@@ -29,18 +29,23 @@ class ModelOptions(Options):
         "An nn.Module of your own is used from Python.",
         panel="Model",
         required=True,
+        metavar="MODEL",
     )
     weights: Path | None = option(None, "A safetensors file of weights for the named model.", panel="Model")
     num_classes: int | None = option(
         None, "The number of classes; by default that of the weights.", least=1, panel="Model"
     )
-    pretrained: bool = option(False, "Download the weights that the model's library offers.", panel="Model")
+    pretrained: bool = option(
+        False, "Download the weights that the model's library offers.", panel="Model", flag="--pretrained"
+    )
     image_size: int | None = option(
         None, "Height and width of the images that the model takes, in pixels.", least=1, panel="Model"
     )
-    mean: Rgb | None = option(None, "Mean of the red, green and blue values, which are in 0..1.", panel="Model")
+    mean: Rgb | None = option(
+        None, "Mean of the red, green and blue values, which are in 0..1.", panel="Model", metavar="R,G,B"
+    )
     std: Rgb | None = option(
-        None, "Standard deviation of the red, green and blue values, which are in 0..1.", panel="Model"
+        None, "Standard deviation of the red, green and blue values, which are in 0..1.", panel="Model", metavar="R,G,B"
     )
     head: str | None = option(
         None, "Name of the linear layer that computes the logits; by default it is detected.", panel="Model"

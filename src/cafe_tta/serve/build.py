@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cafe_tta import models, options, source
-from cafe_tta.methods import configure
-from cafe_tta.methods import method as method_named
+from cafe_tta.adapter import AdapterConfig
+from cafe_tta.models import Model, ModelOptions, choose_device, load_classifier
+from cafe_tta.options import describe
 from cafe_tta.serve.service import Service
 from cafe_tta.serve.settings import Settings
+from cafe_tta.source import SourceStats
 
 EMBEDDED = "digits"
 
@@ -20,48 +21,37 @@ class Built:
     """A service that has not been started, its model, and what its method was configured with."""
 
     service: Service
-    model: models.Model
-    statistics: source.SourceStats | None
-    config: Any
+    model: Model
+    statistics: SourceStats | None
+    config: AdapterConfig
 
 
 def build(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Built:
     """Builds the service that the settings describe. `say` receives a line before anything that takes long."""
-    kind = method_named(settings.method)
-    given = options.parse(kind.Config, options.split_assignments(settings.set), settings.method)
-    config = configure(settings.method, settings.preset, **given)
-    model, values = _model_and_source(settings, say)
-    if kind.needs == "data":
+    config = settings.config()
+    if settings.needs == "data":
         raise ValueError(f"{settings.method} needs labelled source images while it adapts, which a server has not")
-    if kind.needs is not None and kind.needs not in values:
-        raise ValueError(
-            f"{settings.method} needs {kind.needs} of the source domain, but got none; "
-            "give the file that `cafe-tta stats` or `cafe-tta train` made as `source`"
-        )
-    adapter = kind(model.classifier, values.get(kind.needs or ""), config)
-    statistics: Any = values.get("stats")
+    model, sources = _model_and_sources(settings, say)
+    adapter = settings.adapter(model, sources, config)
+    statistics = sources.get("stats")
     service = Service(adapter, replace(settings, name=settings.name or _name(settings.model)), statistics)
     service.class_names = model.classes
     return Built(service, model, statistics, config)
 
 
-def _model_and_source(
-    settings: Settings, say: Callable[[str], None]
-) -> tuple[models.Model, dict[str, source.SourceValue]]:
-    older = (settings.stats, settings.histograms, settings.posterior)
-    files = [*settings.source, *(path for path in older if path is not None)]
+def _model_and_sources(settings: Settings, say: Callable[[str], None]) -> tuple[Model, dict[str, Any]]:
     if settings.model is not None:
-        names = [described.name for described in options.describe(models.ModelOptions)]
-        chosen = models.ModelOptions(**{name: getattr(settings, name) for name in names})
-        return models.load_classifier(chosen), source.load_all(files)
-    given = {"source": files, "weights": settings.weights, "num_classes": settings.num_classes}
-    for name, value in given.items():
-        if value:
+        settings.require_source()
+        names = [described.name for described in describe(ModelOptions)]
+        model = load_classifier(ModelOptions(**{name: getattr(settings, name) for name in names}))
+        return model, settings.sources(model)
+    for name in ("source", "weights", "num_classes"):
+        if getattr(settings, name):
             raise ValueError(f"expected `model` with `{name}`; without it, the embedded digits are served")
     from cafe_tta.bench.embedded import embedded_digits
 
     embedded = embedded_digits(say=say)
-    embedded.classifier.to(models.choose_device(settings.device))
+    embedded.classifier.to(choose_device(settings.device))
     return embedded.model, {"stats": embedded.stats}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.options import combine, describe, did_you_mean, option
 
@@ -22,7 +23,7 @@ _LIMITS, _LOG = "Limits", "Logging"
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions):
+class Settings(MethodOptions, ModelOptions):
     """Settings of the service and of its HTTP server.
 
     >>> Settings(step_images=1)
@@ -35,6 +36,7 @@ class Settings(ModelOptions):
         "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made; by default "
         "the embedded digits.",
         panel=_MODEL,
+        metavar="MODEL",
     )
     name: str | None = option(
         None,
@@ -43,17 +45,6 @@ class Settings(ModelOptions):
         pattern=(r"[\w.-]{1,100}", "letters, digits, and . _ -"),
     )
 
-    source: list[Path] = option(
-        [], "File of a source value that the method needs, written by `cafe-tta stats`; may be repeated.", panel=_METHOD
-    )
-    stats: Path | None = option(None, "Older name of `source`, for statistics.", hidden=True)
-    histograms: Path | None = option(None, "Older name of `source`, for histograms.", hidden=True)
-    posterior: Path | None = option(None, "Older name of `source`, for a posterior.", hidden=True)
-    method: str = option("cafe", "Adaptation method; `cafe-tta methods` lists them.", panel=_METHOD)
-    preset: str | None = option(None, "Name of a preset of the method's options.", panel=_METHOD)
-    set: list[str] = option(
-        [], "Option of the method, such as lr=0.01; may be repeated.", panel=_METHOD, metavar="OPTION=VALUE"
-    )
     adapt: bool = option(True, "Adapt the model; otherwise the source model answers, unchanged.", panel=_METHOD)
     step_images: int = option(256, "Number of new images that an adaptation step takes.", panel=_METHOD, least=2)
     buffer_images: int = option(
@@ -172,7 +163,7 @@ class Settings(ModelOptions):
 def load_settings(flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """The settings that a TOML file, the environment and flags (those that are not None) make together."""
     known = [name for described in describe(kind) for name in described.names]
-    return combine(kind, (*_from_file(config, known), *_from_environment(known), *_from_flags(flags)))
+    return combine(kind, _from_file(config, known), _from_environment(known), _from_flags(flags))
 
 
 Given = tuple[str, Any, str]  # name, value, and where it was given, in words

@@ -50,7 +50,7 @@ class SourceHistograms(SourceValue):
 
     kind = "histograms"
     file_kind = "source-histograms"
-    how_to_make = "make them with SourceHistograms.fit(classifier, source_loader)"
+    how_to_make = "make them with SourceHistograms.fit(classifier, source_loader) or `cafe-tta stats --kind histograms`"
 
     features: UnitHistograms
     logits: UnitHistograms

@@ -176,7 +176,7 @@ class SourceStats(SourceValue):
 
     kind = "stats"
     file_kind = "source-stats"
-    how_to_make = "make them with FeatureStats.fit(classifier, source_loader).group()"
+    how_to_make = "make them with FeatureStats.fit(classifier, source_loader).group() or `cafe-tta stats`"
 
     mean: Tensor  # (D,)
     groups: Sequence[Tensor]  # K index tensors, (d,) each

@@ -51,7 +51,7 @@ class Posterior(SourceValue):
 
     kind = "posterior"
     file_kind = "posterior"
-    how_to_make = "collect one while training (cafe_tta.SwagCollector), or around the weights with Posterior.fit"
+    how_to_make = "collect one with Posterior.fit(classifier, labelled_loader), or while training with `cafe-tta train`"
 
     members: tuple[PosteriorMember, ...]
 

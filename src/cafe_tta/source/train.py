@@ -139,32 +139,19 @@ def collect_swag(
     *,
     epochs: int = 10,
     lr: float = 1e-4,
-    batch_size: int = 128,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    collections_per_epoch: int = 4,
-    augment: Augmentation = "none",
-    seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    **options: Any,
 ) -> Posterior:
     """A SWAG posterior around weights that are trained already; the classifier becomes its mean.
 
-    The defaults are the paper's for ImageNet: vanilla SGD, four collections an epoch (Appendix A.1).
+    The defaults are the paper's for ImageNet: vanilla SGD, four collections an epoch (Appendix A.1). `options` are
+    those of `TrainConfig`.
     """
     if epochs < 1:
         raise ValueError(f"expected `epochs` to be at least 1, but got {epochs}")
-    config = TrainConfig(
-        epochs=0,
-        batch_size=batch_size,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        swag_epochs=epochs,
-        swag_lr=lr,
-        collections_per_epoch=collections_per_epoch,
-        augment=augment,
-        seed=seed,
-    )
+    vanilla: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "augment": "none"}
+    config = TrainConfig(epochs=0, swag_epochs=epochs, swag_lr=lr, **(vanilla | options))
     posterior = train(classifier, images, labels, config, checkpoint, progress).posterior
     assert posterior is not None
     return posterior

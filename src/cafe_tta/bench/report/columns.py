@@ -1,39 +1,21 @@
-"""A column of a table: all runs on one data set under one protocol and mode, which must be comparable."""
+"""Columns and rows: records grouped into runs that can be compared, and their means over episodes and seeds."""
 
 import json
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cafe_tta.bench.report.records import Record
+from cafe_tta.bench.experiments import DATASETS, MODES, Row
+from cafe_tta.bench.protocols import PROTOCOLS
+from cafe_tta.bench.records import MAIN, Record
 from cafe_tta.methods import METHODS
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagenet", "mnist")  # the order of the columns; others come after
-PROTOCOLS = ("separated", "severity-mixed", "all-mixed", "continual", "clean", "shift")
-MODES = ("offline", "online")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of a table: a method under a label. Methods come in the order of `METHODS`."""
-
-    label: str
-    method: str
-    needs: str | None
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether it sees source data while it adapts: shown, but not compared with those that do not."""
-        return self.needs == "data"
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        names = list(METHODS)
-        place = names.index(self.method) if self.method in METHODS else len(names)
-        return place, self.method, self.label != self.method, natural(self.label)
+Value = Callable[[Record], float | None]
+Order = tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -59,16 +41,16 @@ class Column:
 
     @property
     def episodes(self) -> list[str]:
-        return sorted({record.episode for record in self.records}, key=natural)
+        return sorted({record.episode.name for record in self.records}, key=natural)
 
     @property
     def images(self) -> list[int]:
         """Images of an episode: one number, unless the episodes differ."""
-        return sorted({record.images for record in self.records})
+        return sorted({record.episode.images for record in self.records})
 
     @property
     def domains(self) -> list[str]:
-        return sorted({domain for record in self.records for domain in record.domains}, key=natural)
+        return sorted({domain for record in self.records for domain in record.episode.domains}, key=natural)
 
     def of(self, label: str) -> list[Record]:
         return [record for record in self.records if record.label == label]
@@ -81,20 +63,35 @@ def columns(records: Iterable[Record], mode: str | None = None) -> list[Column]:
         if mode in (None, record.mode):
             dealt[record.mode, record.dataset, record.protocol].append(record)
     made = []
-    for key in sorted(dealt, key=lambda key: (_rank(MODES, key[0]), _rank(DATASETS, key[1]), _rank(PROTOCOLS, key[2]))):
+    for key in sorted(dealt, key=lambda key: (rank(MODES, key[0]), rank(DATASETS, key[1]), rank(PROTOCOLS, key[2]))):
         column = Column(key[1], key[2], key[0], tuple(dealt[key]))
         _check(column)
         made.append(column)
     return made
 
 
+def main_columns(records: Iterable[Record], mode: str | None = None) -> list[Column]:
+    """The columns of the tables that most experiments share."""
+    return columns([record for record in records if record.scope == MAIN], mode)
+
+
 def rows(records: Iterable[Record]) -> list[Row]:
-    """The labels that occur, in the order of `METHODS`."""
-    found = {Row(record.label, record.method, record.needs) for record in records}
-    return sorted(found, key=lambda row: row.order)
+    """The labels that occur, in the order of `METHODS`; of one method, the label that is its name comes first."""
+    return sorted({Row(record.label, record.method, record.needs) for record in records}, key=_order)
 
 
-def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+def rows_of(made: Iterable[Column]) -> list[Row]:
+    """The labels that occur in any of the columns."""
+    return rows(record for column in made for record in column.records)
+
+
+def rank(known: Iterable[str], name: str) -> tuple[int, Order]:
+    """Sorts names that are known in their order, and others after them."""
+    names = list(known)
+    return (names.index(name) if name in names else len(names)), natural(name)
+
+
+def natural(text: str) -> Order:
     """Sorts numbers inside a text as numbers.
 
     >>> sorted(["k=64", "k=128", "k=8"], key=natural)
@@ -104,7 +101,106 @@ def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
 
 
-# What every run of a column must share, and the words for it.
+def _order(row: Row) -> tuple[Any, ...]:
+    return *rank(METHODS, row.method), row.label != row.method, natural(row.label)
+
+
+# Means and standard deviations: first over the episodes of a seed, then over the seeds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean over seeds and its sample standard deviation, which one seed does not have."""
+
+    mean: float
+    std: float | None
+    seeds: tuple[int, ...]
+
+    def text(self, decimals: int = 2) -> str:
+        """As the paper prints it.
+
+        >>> Estimate(70.064, 0.251, (0, 1, 2)).text(), Estimate(63.75, None, (0,)).text()
+        ('70.06 ± 0.25', '63.75')
+        """
+        mean = f"{self.mean:.{decimals}f}"
+        return mean if self.std is None else f"{mean} ± {self.std:.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A seed without some of the episodes that others have: its mean would be of something else."""
+
+    seed: int
+    finished: int
+    expected: int
+
+
+def over_seeds(values: Mapping[int, float]) -> Estimate | None:
+    """Mean and standard deviation (n - 1) of one value per seed."""
+    if not values:
+        return None
+    seeds = tuple(sorted(values))
+    numbers = [values[seed] for seed in seeds]
+    return Estimate(statistics.fmean(numbers), statistics.stdev(numbers) if len(seeds) > 1 else None, seeds)
+
+
+def estimate(
+    records: Iterable[Record], value: Value, episodes: Sequence[str]
+) -> tuple[Estimate | None, list[Incomplete]]:
+    """Mean of a value over the seeds that have all the episodes; and the seeds that do not."""
+    by_seed: dict[int, dict[str, float]] = defaultdict(dict)
+    for record in records:
+        number = value(record)
+        if number is not None:
+            by_seed[record.seed][record.episode.name] = number
+    complete = {
+        seed: statistics.fmean(values.values()) for seed, values in by_seed.items() if len(values) == len(episodes)
+    }
+    missing = [Incomplete(seed, len(by_seed[seed]), len(episodes)) for seed in sorted(by_seed) if seed not in complete]
+    return over_seeds(complete), missing
+
+
+def estimates(
+    column: Column, lines: Sequence[Row], value: Value
+) -> tuple[dict[str, Estimate], dict[str, list[Incomplete]]]:
+    """The estimate of each label that has a complete seed, and the seeds that are not complete."""
+    complete, incomplete = {}, {}
+    for row in lines:
+        number, missing = estimate(column.of(row.label), value, column.episodes)
+        if number:
+            complete[row.label] = number
+        if missing:
+            incomplete[row.label] = missing
+    return complete, incomplete
+
+
+def accuracy(record: Record) -> float:
+    """In per cent."""
+    return 100 * record.accuracy
+
+
+def ranks(values: Mapping[str, float], *, lowest: bool = False) -> dict[str, str]:
+    """Which names are `best` and `second`. What looks equal in the table, with two decimals, ranks equal.
+
+    >>> ranks({"a": 70.061, "b": 70.059, "c": 69.1, "d": 60.0})
+    {'a': 'best', 'b': 'best', 'c': 'second'}
+    """
+    if len(values) < 2:
+        return {}
+    rounded = {name: round(value, 2) for name, value in values.items()}
+    order = sorted(set(rounded.values()), reverse=not lowest)
+    titles = dict(zip(order, ("best", "second"), strict=False))
+    return {name: titles[value] for name, value in rounded.items() if value in titles}
+
+
+def ranked(lines: Sequence[Row], values: Mapping[str, Any], *, lowest: bool = False) -> dict[str, str]:
+    """The ranks of estimates, without the rows that are shown only for reference."""
+    rivals = {row.label for row in lines if not row.is_reference}
+    return ranks({label: value.mean for label, value in values.items() if label in rivals}, lowest=lowest)
+
+
+# What every run of a column must share, and the words for it
+
 _SAME: dict[str, Callable[[Record], Any]] = {
     "data": lambda record: record.data.get("digest"),
     "model weights": lambda record: record.model.get("weights"),
@@ -122,15 +218,14 @@ def _check(column: Column) -> None:
         _check_equal(column, words, column.records, value)
     episodes, dealt, labelled = defaultdict(list), defaultdict(list), defaultdict(list)
     for record in column.records:
-        episodes[record.episode].append(record)
-        dealt[record.episode, record.seed].append(record)
+        episodes[record.episode.name].append(record)
+        dealt[record.episode.name, record.seed].append(record)
         labelled[record.label].append(record)
     for records in episodes.values():
-        _check_equal(column, "number of images", records, lambda record: record.images)
+        _check_equal(column, "number of images", records, lambda record: record.episode.images)
     for records in dealt.values():
-        _check_equal(
-            column, "images and corruptions dealt (episode digest)", records, lambda record: record.episode_digest
-        )
+        words = "images and corruptions dealt (episode digest)"
+        _check_equal(column, words, records, lambda record: record.episode.digest)
     for label, records in labelled.items():
         _check_equal(column, f"method under the label {label!r}", records, lambda record: record.method)
         for key in sorted({key for record in records for key in record.config}):
@@ -147,21 +242,17 @@ def _source(record: Record) -> list[Any]:
 
 
 def _check_equal(column: Column, words: str, records: Iterable[Record], value: Callable[[Record], Any]) -> None:
-    found: dict[str, Record] = {}
+    values: dict[str, Record] = {}
     for record in records:
-        found.setdefault(json.dumps(value(record), sort_keys=True), record)
-    if len(found) > 1:
-        (one, first), (other, second) = list(found.items())[:2]
+        values.setdefault(json.dumps(value(record), sort_keys=True), record)
+    if len(values) > 1:
+        (one, first), (other, second) = list(values.items())[:2]
         raise ValueError(
             f"{column.name} ({column.mode}): the runs cannot stand in one column, because they differ in the {words}: "
-            f"{_short(one)} in {first.place} ({first.label}), but {_short(other)} in {second.place} ({second.label}); "
-            "report them separately, or give them different labels if only their options differ"
+            f"{_short(one)} in {first.origin} ({first.label}), but {_short(other)} in {second.origin} "
+            f"({second.label}); report them separately, or give them different labels if only their options differ"
         )
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _rank(known: tuple[str, ...], name: str) -> tuple[int, tuple[tuple[int, int, str], ...]]:
-    return (known.index(name) if name in known else len(known)), natural(name)

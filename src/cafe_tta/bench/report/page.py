@@ -1,15 +1,22 @@
 """One HTML page with everything: no script, nothing loaded from elsewhere, every text escaped."""
 
 import base64
+import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby, takewhile
+from typing import Any
 from urllib.parse import quote
 
-from cafe_tta.bench.report.drawing import Drawing
-from cafe_tta.bench.report.settings import CHOICES_HEAD, Lines
-from cafe_tta.bench.report.table import Cell, Table
+from cafe_tta.bench.experiments import MODES
+from cafe_tta.bench.records import Record
+from cafe_tta.bench.report.columns import natural, rank, rows
+from cafe_tta.bench.report.figures import Drawing
+from cafe_tta.bench.report.tables import Cell, Table, count, short
 
+Lines = list[tuple[str, ...]]
+
+OPTIONS_HEAD = ("method", "data", "mode", "answer", "batch", "k", "other options")
 PIXELS_PER_INCH = 115
 _CSS = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5a6570; --page: #fff; --line: #d8dee4; --shade: #f4f6f8;
@@ -55,29 +62,29 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def to_html(
-    tables: Sequence[Table], drawings: Sequence[Drawing], run: Lines, choices: Lines, notes: Sequence[str], command: str
+    tables: Sequence[Table], drawings: Sequence[Drawing], records: Sequence[Record], notes: Sequence[str], command: str
 ) -> str:
+    """The page of a report; `command` makes it again."""
     sections = [("tables", "Tables"), *([("figures", "Figures")] if drawings else []), ("run", "What was run")]
-    sections += [("choices", "Choices")]
+    sections += [("options", "Options")]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title in sections)
+    run = what_was_run(records)
     body = [
         "<h1>Test-time adaptation: results</h1>",
-        f'<p class="soft">{escape(run[0][1])}. Made again with <code>{escape(command)}</code></p>',
+        f'<p class="soft">{escape(run[0][1])}. Reproduce this page with <code>{escape(command)}</code></p>',
         f"<nav>{links}</nav>",
         _contents(tables),
         _notes(notes),
         '<h2 id="tables">Tables</h2>',
         *map(_table, tables),
-    ]
-    if drawings:
-        body += ['<h2 id="figures">Figures</h2>', *_figures(drawings)]
-    body += ['<h2 id="run">What was run</h2>', _plain((), run)]
-    body += ['<h2 id="choices">Choices</h2>']
-    body += [
+        *(['<h2 id="figures">Figures</h2>', *_figures(drawings)] if drawings else []),
+        '<h2 id="run">What was run</h2>',
+        _plain((), run),
+        '<h2 id="options">Options</h2>',
         "<p>The options of every method, as its runs recorded them. <code>answer</code> says whether a batch is "
-        "answered by the model before or after the step that the batch caused.</p>"
+        "answered by the model before or after the step that the batch caused.</p>",
+        _plain(OPTIONS_HEAD, options_of(records)),
     ]
-    body += [_plain(CHOICES_HEAD, choices)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -126,8 +133,8 @@ def _table(table: Table) -> str:
     )
 
 
-def _stub_head(name: str, place: int, depth: int) -> str:
-    kind = "stub first" if place == 0 else "stub"
+def _stub_head(name: str, index: int, depth: int) -> str:
+    kind = "stub first" if index == 0 else "stub"
     return f'<th scope="col" rowspan="{depth}" class="{kind}">{escape(name)}</th>'
 
 
@@ -175,3 +182,80 @@ def _plain(heads: Sequence[str], lines: Lines) -> str:
 def _notes(notes: Iterable[str]) -> str:
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+# What was run, and with which options
+
+
+def what_was_run(records: Sequence[Record]) -> Lines:
+    """Names and values: models, data, corruptions, statistics, versions, machines, when."""
+    dates = sorted(record.finished for record in records if record.finished)
+    seeds = sorted({record.seed for record in records})
+    facts: Lines = [
+        ("runs", f"{len(records):,} runs finished, {count(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"),
+        ("experiments", ", ".join(sorted({record.experiment for record in records}, key=natural))),
+    ]
+    facts += [("model", text) for text in _distinct(_model(record) for record in records)]
+    facts += [("data", text) for text in _distinct(_data(record) for record in records)]
+    facts += [("corruptions", text) for text in _distinct(_words(record.corruptions) for record in records)]
+    facts += [("source statistics", text) for text in _distinct(_source(record) for record in records)]
+    facts += [("versions", text) for text in _distinct(_words(record.versions) for record in records)]
+    facts += [("machine", text) for text in _distinct(_words(record.machine) for record in records)]
+    facts += [("command", text) for text in _distinct(record.command for record in records)]
+    if dates:
+        facts.append(("finished", dates[0] if dates[0] == dates[-1] else f"from {dates[0]} to {dates[-1]}"))
+    return facts
+
+
+def options_of(records: Sequence[Record]) -> Lines:
+    """One line for each method, data set and mode, with its options."""
+    lines: Lines = []
+    for row in rows(records):
+        own = [record for record in records if (record.label, record.method) == (row.label, row.method)]
+        used: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+        for record in own:
+            used.setdefault((record.dataset, record.mode), set()).add(_options(record))
+        for dataset, mode in sorted(used, key=lambda key: (natural(key[0]), rank(MODES, key[1]))):
+            lines += [(row.label, dataset, mode, *options) for options in sorted(used[dataset, mode])]
+    return lines
+
+
+def _options(record: Record) -> tuple[str, ...]:
+    config = dict(record.config)
+    known = [_value(config.pop(key, None)) for key in ("answer", "batch_size")]
+    groups = _value(record.num_groups) if record.needs == "stats" else ""
+    return (*known, groups, _words(config))
+
+
+def _model(record: Record) -> str:
+    facts = {key: value for key, value in record.model.items() if key not in ("architecture", "weights")}
+    name, weights = record.model.get("architecture", "unknown"), short(record.model.get("weights"))
+    return f"{record.dataset}: {name}, weights {weights}, {_words(facts)}"
+
+
+def _data(record: Record) -> str:
+    facts = {key: value for key, value in record.data.items() if key not in ("name", "digest")}
+    return f"{record.data.get('name', record.dataset)}, digest {short(record.data.get('digest'))}, {_words(facts)}"
+
+
+def _source(record: Record) -> str:
+    sizes = record.source.get("group_sizes") or ()
+    facts = {key: value for key, value in record.source.items() if key not in ("group_sizes", "data")}
+    text = _words(facts)
+    if sizes:
+        text += f", group sizes {min(sizes)} to {max(sizes)}"
+    return f"{short(record.source.get('data'))}: {text}" if record.source else ""
+
+
+def _words(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_value(value)}" for key, value in sorted(facts.items()))
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return sorted(set(filter(None, texts)), key=natural)

@@ -1,73 +1,88 @@
-"""Parts of a set of source images: which images are in one, and their statistics, put together from files or ranks.
+"""Statistics of source images in parts: shards in files, or the parts of ranks, merged into the whole.
 
-A part is made of whole batches, so that its features are, bit for bit, those that one process would compute. The parts
-know what the whole is; those of another whole, one that comes twice and one that is missing are refused.
+A part consists of whole batches, so that its features are, bit for bit, those that one process would compute. Every
+part knows the whole it belongs to: parts of another whole, duplicate parts and missing parts are refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cafe_tta import data, storage
 from cafe_tta.classifier import describe_difference
-from cafe_tta.cli.console import say
 from cafe_tta.distributed import Job
 from cafe_tta.source.stats import FORMAT_VERSION, FeatureStats
 
+_WORDS = {"data": "other images"}  # for differences
 # What ranks send, in this order.
 _TENSORS = (("mean", torch.float64), ("cov", torch.float64), ("sample", torch.float32), ("keys", torch.float32))
 
 
 @dataclass(frozen=True)
 class Part:
-    """The statistics of a part of the source images: None where it has no images."""
+    """The statistics of a part of the source images; None where it has no images."""
 
     stats: FeatureStats | None
-    meta: Mapping[str, Any]  # of the classifier; of a file also which part it is, and of what
+    meta: Mapping[str, Any]  # identity of the classifier; in a file, also which part of which whole this is
     unreadable: Sequence[data.Unreadable] = ()
 
 
-def parse(text: str) -> tuple[int, int]:
-    """Number and count of shards.
+@dataclass(frozen=True)
+class Shard:
+    """One of several parts, counted from 1.
 
-    >>> parse("2/8")
-    (2, 8)
+    >>> Shard.parse("2/8")
+    Shard(number=2, count=8)
     """
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"expected --shard to be such as 1/8, 2/8, … 8/8, but got {text!r}")
-    return int(number), int(count)
+
+    number: int
+    count: int
+
+    @staticmethod
+    def parse(text: str) -> "Shard":
+        number, _, count = text.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise ValueError(f"expected a shard such as 1/8, 2/8, … 8/8, but got {text!r}")
+        return Shard(int(number), int(count))
+
+
+class Merged(NamedTuple):
+    """Statistics of a whole data set."""
+
+    stats: FeatureStats
+    unreadable: int  # images that could not be read
+    note: str = ""  # what could not be checked
 
 
 def bounds(total: int, batch_size: int, number: int, of: int) -> tuple[int, int]:
-    """Where a part begins and ends: whole batches, shared out evenly; `number` counts from 0.
+    """First and last offset of a part: whole batches, divided evenly; `number` counts from 0.
 
     >>> [bounds(10, 4, number, 2) for number in (0, 1)], [bounds(3, 4, number, 2) for number in (0, 1)]
     ([(0, 4), (4, 10)], [(0, 0), (0, 3)])
     """
     batches = -(-total // batch_size)
-    return tuple(min(total, batch_size * (batches * place // of)) for place in (number, number + 1))  # type: ignore[return-value]
+    return tuple(min(total, batch_size * (batches * edge // of)) for edge in (number, number + 1))  # type: ignore[return-value]
 
 
 # Files
 
 
-def save(path: Path, part: Part, whole: Mapping[str, Any], number: int, of: int) -> int:
+def save(path: Path, part: Part, whole: Mapping[str, Any], shard: Shard) -> int:
     """Writes a part to a file, to be merged with the others later. Returns its size in bytes."""
-    shard = {"number": number, "of": of, "whole": whole, "unreadable": len(part.unreadable)}
+    known = {"number": shard.number, "of": shard.count, "whole": whole, "unreadable": len(part.unreadable)}
     if part.stats is not None:
-        return replace(part.stats, meta={**part.stats.meta, "shard": shard}).save(path)
-    meta = {**part.meta, "shard": shard, "count": 0}
+        return replace(part.stats, meta={**part.stats.meta, "shard": known}).save(path)
+    meta = {**part.meta, "shard": known, "count": 0}
     return storage.write(path, "feature-stats", FORMAT_VERSION, {}, meta)
 
 
-def merge_files(paths: Sequence[Path]) -> tuple[FeatureStats, int]:
-    """Statistics of the whole, from files of all its parts; and how many images could not be read."""
+def merge_files(paths: Sequence[Path]) -> Merged:
+    """Statistics of the whole, from files of all its parts."""
     metas, digests = [], []
-    for path in paths:  # all are looked at before any is merged, and one at a time is in memory
+    for path in paths:  # all are checked before any is merged, and one at a time is in memory
         part = _load(path)
         metas.append(part.meta)
         digests.append("" if part.stats is None else _digest(part.stats))
@@ -77,18 +92,19 @@ def merge_files(paths: Sequence[Path]) -> tuple[FeatureStats, int]:
         numbered = ["shard" in meta for meta in metas]
         raise ValueError(
             f"{paths[numbered.index(True)]} is a numbered shard, but {paths[numbered.index(False)]} is not; "
-            "merge the numbered ones first, with --feature-stats FILE, then that file with the others"
+            "merge the numbered ones into a file of feature statistics first, then that file with the others"
         )
+    note = ""
     if shards:
         _check_numbers(shards, paths)
-        order.sort(key=lambda place: int(shards[place]["number"]))
+        order.sort(key=lambda index: int(shards[index]["number"]))
     else:
-        _check_unnumbered(digests, paths)
-    merged = _merged((_load(paths[place]) for place in order), [str(paths[place]) for place in order])
+        note = _check_unnumbered(digests, paths)
+    merged = _merged((_load(paths[index]) for index in order), [str(paths[index]) for index in order])
     if merged is None:
         raise ValueError("expected at least one source image, but all the shards are empty")
     meta = {name: value for name, value in merged.meta.items() if name != "shard"}
-    return replace(merged, meta=meta), sum(shard["unreadable"] for shard in shards)
+    return Merged(replace(merged, meta=meta), sum(shard["unreadable"] for shard in shards), note)
 
 
 def _load(path: Path) -> Part:
@@ -102,32 +118,34 @@ def _digest(stats: FeatureStats) -> str:
 
 def _check_numbers(shards: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
     first = shards[0]
-    places: dict[int, Path] = {}
+    by_number: dict[int, Path] = {}
     for shard, path in zip(shards, paths, strict=True):
-        if shown := _differences(first["whole"], shard["whole"]):
+        if shown := storage.differences(first["whole"], shard["whole"], _WORDS):
             raise ValueError(f"{paths[0]} and {path} are not parts of the same whole: {shown}; make them again alike")
         if shard["of"] != first["of"]:
             raise ValueError(f"{paths[0]} is one of {first['of']} shards, but {path} is one of {shard['of']}")
-        if shard["number"] in places:
-            raise ValueError(f"shard {shard['number']}/{shard['of']} comes twice: {places[shard['number']]}, {path}")
-        places[shard["number"]] = path
-    if missing := [number for number in range(1, first["of"] + 1) if number not in places]:
+        if shard["number"] in by_number:
+            twice = by_number[shard["number"]]
+            raise ValueError(f"shard {shard['number']}/{shard['of']} was given twice: {twice}, {path}")
+        by_number[shard["number"]] = path
+    if missing := [number for number in range(1, first["of"] + 1) if number not in by_number]:
         shown = ", ".join(f"{number}/{first['of']}" for number in missing[:10])
         raise ValueError(f"{len(missing)} of {first['of']} shards are missing: {shown}{', …' * (len(missing) > 10)}")
 
 
-def _check_unnumbered(digests: Sequence[str], paths: Sequence[Path]) -> None:
-    """Files of sets of their own do not say which images they are of; but the same images twice show."""
+def _check_unnumbered(digests: Sequence[str], paths: Sequence[Path]) -> str:
+    """Refuses identical files, which is all that can be checked without numbers; returns what stays unknown."""
     seen: dict[str, Path] = {}
     for digest, path in zip(digests, paths, strict=True):
         if digest in seen:
             raise ValueError(f"{seen[digest]} and {path} hold the same statistics: their images would count twice")
         seen[digest] = path
-    if len(paths) > 1:
-        say(
-            "note: these files do not say which images they are of: whether one is missing, or two share images, "
-            "is not known; of files made with --shard it is"
-        )
+    if len(paths) < 2:
+        return ""
+    return (
+        "these files do not say which images they are of: whether one is missing, or two share images, is not known; "
+        "numbered shards are checked for it"
+    )
 
 
 # Ranks
@@ -138,8 +156,8 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
     import torch.distributed as dist
 
     stats = part.stats
-    found = () if stats is None else (stats.mean, stats.cov, stats.sample, stats.keys)
-    tensors = [tensor.contiguous() for tensor in found if tensor is not None]
+    values = () if stats is None else (stats.mean, stats.cov, stats.sample, stats.keys)
+    tensors = [tensor.contiguous() for tensor in values if tensor is not None]
     header = {
         "whole": whole,
         "meta": part.meta,
@@ -150,7 +168,7 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
     job.publish(f"part {job.rank}", header)
     headers = [job.wait_for(f"part {rank}") for rank in range(job.world)]
     for rank, theirs in enumerate(headers):
-        if shown := _differences(headers[0]["whole"], theirs["whole"]):
+        if shown := storage.differences(headers[0]["whole"], theirs["whole"], _WORDS):
             raise ValueError(f"rank {rank} does not see the same images as rank 0: {shown}")
 
     def receive() -> Iterator[Part]:
@@ -187,11 +205,3 @@ def _merged(parts: Iterable[Part], names: Sequence[str]) -> FeatureStats | None:
         if part.stats is not None:
             merged = part.stats if merged is None else FeatureStats.merge(merged, part.stats)
     return merged
-
-
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-    words = {"data": "other images"}
-    return ", ".join(
-        words.get(name, f"{name} is {theirs.get(name)!r} there, {ours.get(name)!r} here") for name in names
-    )
