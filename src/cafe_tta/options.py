@@ -72,8 +72,7 @@ def option(
     A field of type `Literal[...]` admits those words only; one of type `... | None` also admits None. `extra` is for
     whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`, and
     `aliases=("old_name",)` for names that settings files and flags still accept. `pattern=(regex, "in words")` is
-    what a text must match. The value of an option with `secret=True` is in no error and no `repr`; one with
-    `hidden=True` is not in `--help`.
+    what a text must match. The value of an option with `secret=True` is in no error and no `repr`.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
     shown = not extra.get("secret", False)
@@ -189,14 +188,16 @@ class Described:
         return ""
 
     def convert(self, value: Any) -> Any:
-        """A value from a file or a flag in the declared type: texts are parsed, lists become tuples."""
+        """A value from a file or a flag in the declared type: texts are parsed, also those in lists."""
         if isinstance(value, str) and not self.extra.get("secret"):  # a secret may well be called "none"
             return self.parse(value)
-        if isinstance(value, list):
-            kind = next((kind for kind in _alternatives(self.hint) if typing.get_origin(kind) in (tuple, list)), list)
-            element = (*typing.get_args(kind), str)[0]
+        kind = next((kind for kind in _alternatives(self.hint) if typing.get_origin(kind) in (tuple, list)), None)
+        if isinstance(value, list) and kind is not None:
+            element = typing.get_args(kind)[0]
+            if element not in (str, Path):  # numbers may be separated by commas, names may hold them
+                value = [part for each in value for part in (each.split(",") if isinstance(each, str) else [each])]
             parts = [_READERS[element](part) if isinstance(part, str) else part for part in value]
-            return (typing.get_origin(kind) or kind)(parts)
+            return tuple(parts) if typing.get_origin(kind) is tuple else parts
         return value
 
     def parse(self, text: str) -> Any:
@@ -228,33 +229,33 @@ def parse(config: type[Options], texts: Mapping[str, str], owner: str = "") -> d
     return {name: known[name].parse(text) for name, text in texts.items()}
 
 
-def combine(config: type[C], given: Iterable[tuple[str, Any, str]]) -> C:
-    """The options that values from several places make together: (name or alias, value, place in words) each.
+def combine(config: type[C], *layers: Iterable[tuple[str, Any, str]]) -> C:
+    """The options that layers of values make together, each of (name or alias, value, its place in words).
 
-    Later values win, and texts are read as the declaration says; aliases of a list add to it. Errors name the place.
+    A later layer wins; within a layer, the lists given to an option and its aliases add up. Texts are read as the
+    declaration says. Errors name the place.
 
     >>> from cafe_tta import CAFeConfig
-    >>> combine(CAFeConfig, [("lr", 0.1, "my.toml"), ("lr", "-1", "--lr")])
+    >>> combine(CAFeConfig, [("lr", 0.1, "my.toml")], [("lr", "-1", "--lr")])
     Traceback (most recent call last):
     ValueError: expected `lr` to be at least 0, but got -1.0 (--lr)
     """
     known = {name: described for described in describe(config) for name in described.names}
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    lists: dict[str, dict[str, Any]] = {}  # of each list: by the name that it was given under
-    for name, value, place in given:
-        described = known[name]
-        problems.pop(described.name, None)
-        try:
-            value = described.convert(value)
-            described.check(value)
-        except ValueError as error:
-            problems[described.name] = f"{error} ({place})"
-        if isinstance(value, list):
-            parts = lists.setdefault(described.name, {})
-            parts[name] = value
-            value = [part for each in parts.values() for part in each]
-        values[described.name] = value
+    for layer in layers:
+        own: dict[str, Any] = {}
+        for alias, value, place in layer:
+            described = known[alias]
+            name = described.name
+            problems.pop(name, None)
+            try:
+                value = described.convert(value)
+                described.check(value)
+            except ValueError as error:
+                problems[name] = f"{error} ({place})"
+            own[name] = own[name] + value if isinstance(own.get(name), list) else value
+        values |= own
     if problems:
         raise ValueError("; ".join(problems.values()))
     return config(**values)

@@ -115,8 +115,7 @@ def test_every_setting_has_a_flag_with_a_whole_sentence():
     assert [described.name for described in describe(Settings)] == [field.name for field in fields(Settings)]
     assert {flag.name for flag in flags(Settings)} == {n for described in describe(Settings) for n in described.names}
     for described in describe(Settings):
-        hidden = described.extra.get("hidden", False)
-        assert (f"--{described.name.replace('_', '-')} " in shown) != hidden, described.name
+        assert f"--{described.name.replace('_', '-')} " in shown, described.name
         assert described.meaning[0].isupper() and described.meaning.endswith("."), described.name
     assert "--guard" not in shown  # the old name works, and is not advertised
 
@@ -136,6 +135,9 @@ def test_old_names_of_settings_still_work(tmp_path, monkeypatch):
     assert (found.judge, found.validation_images) == (False, 17)
     monkeypatch.setenv("CAFE_TTA_SERVE_HELD_IMAGES", "18")
     assert load_settings({"guard": True}, config) == Settings(judge=True, validation_images=18)
+    config.write_text('stats = "a"\nposterior = "b"')
+    assert load_settings({}, config).source == ["a", "b"]
+    assert load_settings({"source": ["c"], "histograms": ["d"]}, config).source == ["c", "d"]
 
 
 def test_the_token_is_in_no_text():
@@ -197,7 +199,7 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
     [
         (
             ("--model", "MODEL"),
-            "error: cafe needs stats of the source domain, but got none; give the file that `cafe-tta stats`",
+            "error: cafe needs stats of the source domain; give it as `source`: ",
         ),
         (("--model", "MODEL", "--stats", "MODEL"), "error: "),
         (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),

@@ -6,24 +6,24 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from cafe_tta.cli.console import Advance, StopRequest, counted, progress, say, show_table
-from cafe_tta.cli.flags import read, with_flags
+from cafe_tta.cli.flags import command
 from cafe_tta.simulate import Simulation, SimulationOptions, Summary
 from cafe_tta.simulate.summary import Tally
 
 
-@with_flags(SimulationOptions)
+@command()
 def simulate(
+    options: SimulationOptions,
     output: Annotated[Path | None, typer.Option(help="Write all numbers to a JSON file.", show_default=False)] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Draw the accuracy over time to an image file.", show_default=False)
     ] = None,
-    **flags: Any,
 ) -> None:
     """Simulate cameras that send images to a server: fog comes and goes, nights are noisy, links are poor.
 
@@ -37,7 +37,7 @@ def simulate(
     for path in (output, figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: the folder {path.absolute().parent} does not exist")
-    simulation = Simulation(read(SimulationOptions, flags), say)
+    simulation = Simulation(options, say)
     summary = simulation.summary
     with tempfile.TemporaryDirectory(prefix="cafe-tta-simulate-") as folder, StopRequest() as stop:
         with progress("preparing images", simulation.images_to_prepare) as advance:

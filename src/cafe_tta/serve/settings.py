@@ -23,7 +23,7 @@ _LIMITS, _LOG = "Limits", "Logging"
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions, MethodOptions):
+class Settings(MethodOptions, ModelOptions):
     """Settings of the service and of its HTTP server.
 
     >>> Settings(step_images=1)
@@ -36,6 +36,7 @@ class Settings(ModelOptions, MethodOptions):
         "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made; by default "
         "the embedded digits.",
         panel=_MODEL,
+        metavar="MODEL",
     )
     name: str | None = option(
         None,
@@ -162,7 +163,7 @@ class Settings(ModelOptions, MethodOptions):
 def load_settings(flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """The settings that a TOML file, the environment and flags (those that are not None) make together."""
     known = [name for described in describe(kind) for name in described.names]
-    return combine(kind, (*_from_file(config, known), *_from_environment(known), *_from_flags(flags)))
+    return combine(kind, _from_file(config, known), _from_environment(known), _from_flags(flags))
 
 
 Given = tuple[str, Any, str]  # name, value, and where it was given, in words
