@@ -93,7 +93,11 @@ DATASETS: dict[str, Dataset] = {dataset.name: dataset for dataset in _DATASETS} 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper: what is run for it, and where the report shows it."""
+    """A table or figure of the paper: what is run for it, and where the report shows it.
+
+    >>> Experiment("noise", "noise alone", ("all-mixed",), methods=("source", "tent")).datasets
+    ('digits', 'cifar10', 'cifar100', 'imagenet')
+    """
 
     name: str
     shows: str

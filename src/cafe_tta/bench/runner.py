@@ -242,7 +242,7 @@ def run(
 
 
 def reset_peak_memory() -> None:
-    """Begins to measure anew, where the system can."""
+    """Forgets the peak so far, where the system can."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the whole process so far

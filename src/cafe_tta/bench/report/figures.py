@@ -191,7 +191,7 @@ def _saved(figure: Any, kind: str, dpi: int, metadata: dict[str, Any]) -> bytes:
 
 
 def draw_accuracy(records: Sequence[Record], styled: Styles, with_paper: bool) -> list[Drawing]:
-    """Every method a dot, for every column of a mode; the paper's number a grey tick."""
+    """One figure per mode with a panel for each column: a dot per method, and a grey tick for the paper's number."""
     drawings = []
     for mode in MODES:
         if made := main_columns(records, mode):
