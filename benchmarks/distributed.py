@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 import cafe_tta as cafe
 from cafe_tta import models
-from cafe_tta.ranks.together import buckets_of
+from cafe_tta.distributed.synchronised import buckets_of
 
 CHOICES: dict[str, dict[str, object]] = {
     "cafe": {},
@@ -99,7 +99,7 @@ def main() -> None:
     source = steps.made_up_groups(cafe.FeatureStats.fit(classifier, loader), args.groups)
     title = f"{args.model}, {args.size}×{args.size}, D={classifier.num_features}, {len(source.groups)} groups"
     make = partial(cafe.create, "cafe", classifier, source)
-    with cafe.ranks.joined() as rank:
+    with cafe.distributed.joined() as rank:
         if distributed.is_initialized():
             measure(make, args.batch, args.size, args.repeats, title, rank)
         else:
@@ -113,9 +113,9 @@ def measure(make: Callable[..., cafe.CAFe], batch: int, size: int, repeats: int,
     own = images.tensor_split(world)[rank]
     say = print if rank == 0 else lambda *_: None
     say(f"{title}, B={batch}, {world} ranks with {torch.get_num_threads()} threads each, median of {repeats}\n")
-    say("| what | one process, B images | ranks, B/N each | ratio | bytes a rank hands in |\n|---|---:|---:|---:|---:|")
+    say("| what | one process, B images | ranks, B/N each | ratio | bytes per rank |\n|---|---:|---:|---:|---:|")
     for name, options in CHOICES.items():
-        with cafe.ranks.apart():
+        with cafe.distributed.apart():
             alone = make(**options)
         together = make(**options)
         # The first step compares all weights as well: it is not counted.
@@ -144,7 +144,7 @@ def seconds(adapter: cafe.CAFe, images: Tensor) -> float:
 def on_paper(make: Callable[..., cafe.CAFe], args: argparse.Namespace, title: str) -> None:
     """A ring sums S bytes on N ranks in 2(N-1) messages one after the other, each of S/N; it gathers in N-1 of S."""
     print(f"{title}; {args.gigabits:g} Gbit/s, {args.latency:g} µs a message\n")
-    print("| what | gradients | BatchNorm | blocks | rest | bytes a rank hands in | collectives |\n|---|" + "---:|" * 6)
+    print("| what | gradients | BatchNorm | blocks | rest | bytes per rank | collectives |\n|---|" + "---:|" * 6)
     costs = {name: cost_of(make(**options), args.size) for name, options in CHOICES.items()}
     for name, c in costs.items():
         cells = (c.gradients, c.batchnorm, c.blocks, c.rest, c.bytes, c.reductions + c.gathers)

@@ -12,7 +12,7 @@ from cafe_tta.bench.evaluate import Stream, evaluate
 from cafe_tta.bench.protocols import all_mixed
 from cafe_tta.classifier import split_classifier
 from cafe_tta.methods import create
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     loaded = models.load(args.model, weights=args.weights, size=args.size, mean=args.mean, std=args.std)
     images = data.load(args.data)
     classifier = split_classifier(loaded.model)
-    batches = (batch.images for batch in data.batches(images, 256, loaded.preprocessing))
+    batches = data.Loader(images, loaded.preprocessing, 256)
     stats = FeatureStats.fit(classifier, batches)
     source = stats.group(args.num_groups)
     eigenvalues = torch.cat([torch.linalg.eigvalsh(cov) for cov in source.covs])

@@ -11,7 +11,7 @@ import torch
 from cafe_tta import data, models
 from cafe_tta.classifier import split_classifier
 from cafe_tta.normalisation import Normaliser
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         """Features of the images, and the share that is classified rightly."""
         features, hits = [], 0
         count = min(args.limit, len(images))
-        for batch in data.batches(images, args.batch, loaded.preprocessing, order=range(count)):
+        for batch in data.Loader(images, loaded.preprocessing, args.batch, order=range(count)).batches():
             found, logits = classifier.features_and_logits(batch.images)
             features.append(found)
             hits += int((logits.argmax(1).numpy() == images.labels[batch.indices]).sum())

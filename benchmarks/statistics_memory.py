@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from cafe_tta.sums import FeatureSums
+from cafe_tta.source.stats import FeatureSums
 
 
 def main() -> None:

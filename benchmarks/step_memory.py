@@ -49,7 +49,7 @@ def main() -> None:
 def measure(side: str, name: str, size: int, batch: int) -> float:
     """Peak memory above what is used before the first step, in MB."""
     torch.manual_seed(0)
-    classifier = cafe.split_classifier(models.laid_out(models.build(name, num_classes=10, size=size).eval()))
+    classifier = cafe.split_classifier(models.channels_last(models.build(name, num_classes=10, size=size).eval()))
     loader = [torch.randn(32, 3, size, size) for _ in range(4)]
     settle(classifier, loader)
     images = torch.randn(batch, 3, size, size)

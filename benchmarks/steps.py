@@ -33,7 +33,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = models.build(args.model, num_classes=10, size=args.size).eval()
-    classifier = cafe.split_classifier(models.laid_out(model))
+    classifier = cafe.split_classifier(models.channels_last(model))
     images = torch.randn(args.batch, 3, args.size, args.size)
     loader = [torch.randn(64, 3, args.size, args.size) for _ in range(2 if args.size > 64 else 8)]
     settle(classifier, loader)

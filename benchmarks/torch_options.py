@@ -41,7 +41,7 @@ def main() -> None:
     last = images.contiguous(memory_format=torch.channels_last)
 
     plain = cafe.create("cafe", classifier, source)
-    laid_out = cafe.create("cafe", models.laid_out(copy.deepcopy(classifier)), source)
+    laid_out = cafe.create("cafe", models.channels_last(copy.deepcopy(classifier)), source)
     sides: dict[str, Callable[[], object]] = {
         "step": partial(plain, images),
         "step, weights channels_last": partial(laid_out, images),
@@ -49,7 +49,7 @@ def main() -> None:
         "step, fused SGD": partial(_with_sgd(classifier, source, fused=True), images),
         "step, SGD foreach": partial(_with_sgd(classifier, source, foreach=True), images),
         "forward": partial(_evaluate, classifier, images),
-        "forward, channels_last": partial(_evaluate, models.laid_out(copy.deepcopy(classifier)), images),
+        "forward, channels_last": partial(_evaluate, models.channels_last(copy.deepcopy(classifier)), images),
     }
     fused = _fused(classifier)
     if fused is not None:

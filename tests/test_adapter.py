@@ -61,7 +61,8 @@ def test_typos_are_answered_with_suggestions(source):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tent", {"lr": -1}, "expected `lr` to be at least 0 and finite, but got -1"),
+        ("tent", {"lr": -1}, "expected `lr` to be at least 0, but got -1"),
+        ("tent", {"lr": float("inf")}, "expected `lr` to be at least 0 and finite, but got inf"),
         ("tent", {"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
         (
             "tent",

@@ -149,7 +149,7 @@ def test_every_number_of_groups_and_every_batch_gives_a_finite_loss(num_groups, 
     assert torch.isfinite(features.grad).all()
 
 
-def test_small_batch_is_completed_by_source_samples():
+def test_a_small_batch_is_padded_with_source_moments():
     """A batch of B < d images counts as B images and d - B exact samples of the source."""
     source = grouped(12, 1)
     features = correlated(5, 12, seed=8).double()
@@ -236,14 +236,14 @@ def test_moments_survive_packing():
         assert all(torch.equal(getattr(expected, name), getattr(found, name)) for name in ("count", "mean", "cov"))
 
 
-def test_memory_completes_a_small_batch_before_the_source_does():
+def test_a_small_batch_is_padded_with_memory_before_source_moments():
     gaussians = SourceGaussians(grouped(10, 1), 1e-3)
     features = correlated(60, 10, seed=15)
     memory = gaussians.moments(features[20:])
     joined = gaussians.divergence(gaussians.moments(features[:20]), samples_per_dim=6, memory=memory)
     whole = gaussians.divergence(gaussians.moments(features), samples_per_dim=6)
     torch.testing.assert_close(joined.values, whole.values)
-    assert joined.completed.all() and not whole.completed.any()
+    assert joined.padded.all() and not whole.padded.any()
 
 
 @pytest.mark.parametrize(

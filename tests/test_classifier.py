@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import create, models
-from cafe_tta._torchvision import import_torchvision
 from cafe_tta.classifier import SplitClassifier, evaluating, split_classifier
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
-import_torchvision()  # before timm, which imports it
+models.import_torchvision()  # before timm, which imports it
 pytest.importorskip("timm")
 
 SIZE = 64
@@ -37,7 +36,7 @@ def sequential() -> nn.Sequential:
 
 def small_vit() -> nn.Module:
     """torchvision's vit_b_16 has the same parts, and would take seconds to make."""
-    vit = import_torchvision().models.VisionTransformer
+    vit = models.import_torchvision().models.VisionTransformer
     return vit(image_size=SIZE, patch_size=16, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 
 

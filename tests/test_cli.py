@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 from cafe_tta import METHODS, FeatureStats, SourceStats, create, data, split_classifier
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli import app
-from cafe_tta.cli.measure import Followed, Measurement
-from cafe_tta.cli.measure import notes as measure_notes
-from cafe_tta.cli.options import configuration, option_help, parse_settings, parse_value
-from cafe_tta.digits_resnet import DigitsResNet
+from cafe_tta.methods.choice import MethodOptions
+from cafe_tta.models.digits_resnet import DigitsResNet
+from cafe_tta.options import Described, _Rule
+from cafe_tta.runs.measure import Followed, Measurement
+from cafe_tta.runs.measure import notes as measure_notes
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
@@ -209,7 +210,7 @@ def test_a_limit_is_drawn_from_all_classes(made, tmp_path):
 def test_images_that_come_class_by_class_are_remarked_on(made, tmp_path):
     result = adapt(made, tmp_path / "out", "--no-shuffle")
     notes = result.stderr.splitlines()
-    assert notes[0] == "note: the images come class by class, which misleads every method; --shuffle mixes them"
+    assert notes[0] == "note: the images come class by class, which misleads every method; --shuffle shuffles them"
 
 
 def test_a_rise_of_the_alignment_loss_is_remarked_on():
@@ -251,7 +252,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_end(mode, batches, made, tmp
     options = (tmp_path / "cut", mode, "--save-every", 2, "--measure", 0)
     with monkeypatch.context() as patch:
         patch.setattr(Adapter, "forward", cut_off(Adapter.forward))
-        patch.setattr(Adapter, "predict", cut_off(Adapter.predict))
+        patch.setattr(Adapter, "features_and_logits", cut_off(Adapter.features_and_logits))
         with pytest.raises(PowerCut):
             adapt(made, *options)
     if batches > 1:
@@ -282,7 +283,7 @@ def test_a_process_that_is_stopped_goes_on_to_the_same_end(number, code, made, t
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == code, stderr
     if number != signal.SIGKILL:
-        assert re.search(r"^interrupted: \d+% done and saved; the same command with --resume goes on$", stderr, re.M)
+        assert re.search(r"^interrupted: \d+% done and saved; the same command with --resume continues$", stderr, re.M)
         assert "Traceback" not in stderr
     run(*arguments(tmp_path / "cut"), "--resume")
     run(*arguments(tmp_path / "whole"))
@@ -290,20 +291,20 @@ def test_a_process_that_is_stopped_goes_on_to_the_same_end(number, code, made, t
 
 
 def test_a_run_is_not_taken_up_with_other_options(made, tmp_path, monkeypatch):
-    def stop(job, position):
-        save(job, position)
+    def stop(folder, position, adapter):
+        save(folder, position, adapter)
         raise PowerCut
 
-    from cafe_tta.cli import run as module
+    from cafe_tta.runs.progress import ProgressFolder
 
-    save = module._save
-    monkeypatch.setattr(module, "_save", stop)
+    save = ProgressFolder.save
+    monkeypatch.setattr(ProgressFolder, "save", stop)
     with pytest.raises(PowerCut):
         adapt(made, tmp_path / "out", "--save-every", 1)
     monkeypatch.undo()
     result = adapt(made, tmp_path / "out", "--resume", "--seed", 5, code=2)
-    assert "begun differently: seed=0 there, 5 now" in result.stderr
-    assert "--resume goes on with it" in adapt(made, tmp_path / "out", code=2).stderr
+    assert "a run with other settings: seed=0 there, 5 here" in result.stderr
+    assert "`resume` continues it" in adapt(made, tmp_path / "out", code=2).stderr
     adapt(made, tmp_path / "out", "--overwrite", "--seed", 5)
 
 
@@ -312,7 +313,7 @@ def test_finished_results_are_not_replaced_unasked(made, tmp_path):
     (tmp_path / "out/progress").mkdir()
     for name in ("mine.txt", "progress/mine.txt"):
         (tmp_path / "out" / name).write_text("keep me")
-    assert "--overwrite replaces them" in adapt(made, tmp_path / "out", code=2).stderr
+    assert "`overwrite` replaces them" in adapt(made, tmp_path / "out", code=2).stderr
     adapt(made, tmp_path / "out", "--overwrite", "--set", "lr=0.01")
     assert json.loads((tmp_path / "out/summary.json").read_text())["options"]["lr"] == 0.01
     assert (tmp_path / "out/mine.txt").exists() and (tmp_path / "out/progress/mine.txt").exists()
@@ -326,7 +327,7 @@ def small_training(output, *args):
 
 
 def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch):
-    from cafe_tta.cli import train as module
+    from cafe_tta.source import train_folder
     from cafe_tta.source.train import train
 
     def stopped(*args):
@@ -337,7 +338,7 @@ def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch
 
     run(*small_training(tmp_path / "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "train_classifier", stopped)
+        patch.setattr(train_folder, "train", stopped)
         result = run(*small_training(tmp_path / "cut"), code=130)
     assert result.stderr == "interrupted: 1 epochs of 3 are saved; the same command goes on\n"
     result = run(*small_training(tmp_path / "cut"))
@@ -360,22 +361,28 @@ def test_errors_are_one_line(made, tmp_path):
     (tmp_path / "junk/1.png").write_bytes(b"")
     common = ("adapt", "--model", model, "--output", out)
     cases = [
-        ((*common, "--data", photos), "cafe needs --stats FILE; make them with: cafe-tta stats"),
-        ((*common, "--data", photos, "--method", "fr"), "fr needs --histograms FILE"),
-        ((*common, "--data", photos, "--method", "bacs"), "bacs needs --posterior FILE"),
-        ((*common, "--data", photos, "--method", "dann"), "dann is no test-time adaptation"),
+        ((*common, "--data", photos), "cafe needs stats of the source domain; give it as `source`: make them with"),
+        ((*common, "--data", photos, "--method", "fr"), "fr needs histograms of the source domain"),
+        ((*common, "--data", photos, "--method", "bacs"), "bacs needs posterior of the source domain"),
+        ((*common, "--data", photos, "--method", "dann"), "dann needs data of the source domain"),
         ((*common, "--data", photos, "--method", "caffe"), "did you mean 'cafe'?"),
         ((*common, "--data", photos, "--stats", tmp_path / "none"), "no file at"),
         ((*common, "--data", photos, "--stats", tmp_path / "broken.safetensors"), "not a whole safetensors file"),
-        ((*common, "--data", photos, "--stats", model), "expected a source-stats file"),
+        (
+            (*common, "--data", photos, "--stats", model),
+            "expected a file of source values (source-stats, source-histograms, posterior)",
+        ),
         ((*common, "--data", tmp_path / "none", "--stats", stats), "no folder at"),
         ((*common, "--data", tmp_path / "junk", "--stats", stats), "the only image could not be read"),
         ((*common, "--data", photos, "--stats", stats, "--set", "learningrate=1"), "did you mean 'lr'?; options: "),
-        ((*common, "--data", photos, "--stats", stats, "--set", "lr=fast"), "expected 'lr' to be a number"),
+        (
+            (*common, "--data", photos, "--stats", stats, "--set", "lr=fast"),
+            "expected `lr` to be a number at least 0, but got 'fast'",
+        ),
         ((*common, "--data", photos, "--stats", stats, "--set", "lr=-1"), "expected `lr` to be at least 0"),
         ((*common, "--data", photos, "--stats", stats, "--preset", "cifr"), "cafe has no preset 'cifr'"),
         ((*common, "--data", photos, "--stats", stats, "--device", "cdua"), "did you mean 'cuda'?"),
-        ((*common, "--data", photos, "--stats", stats, "--mean", "1,2"), "expected --mean to be three numbers"),
+        ((*common, "--data", photos, "--stats", stats, "--mean", "1,2"), "expected `mean` to be"),
         ((*common, "--data", photos, "--stats", stats, "--resume"), "no stopped run"),
         (("adapt", "--data", photos), "Missing option '--model'; see cafe-tta adapt --help"),
         (("stats", "--model", "timm:resnet26", "--data", "digits", "--output", out), "random weights"),
@@ -444,12 +451,6 @@ def test_every_option_of_a_method_is_told(name):
     assert json.loads(run("methods", "--json").stdout)[name] == described
 
 
-def test_options_are_told_with_the_comment_beside_them():
-    meanings = {option.name: option.meaning for option in option_help(METHODS["cafe"].Config)}
-    assert "BatchNorm" in meanings["normalisation"] and "ε" in meanings["eigenvalue_floor"]
-    assert "earlier batches" in meanings["memory"]
-
-
 def test_importing_the_package_loads_no_command_line():
     code = "import sys, cafe_tta; print([m for m in ('typer', 'rich', 'timm', 'torchvision') if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
@@ -475,13 +476,21 @@ values = {
 }
 
 
+def parse_value(text, kind):
+    return Described("x", kind, None, _Rule("")).parse(text)
+
+
+def parse_settings(name, texts):
+    return MethodOptions(name, set=texts).config()
+
+
 @given(st.sampled_from(sorted(values, key=str)).flatmap(lambda kind: st.tuples(st.just(kind), values[kind])))
 def test_a_value_comes_back_from_its_text(pair):
     kind, value = pair
-    assert parse_value("x", str(value), kind) == value
+    assert parse_value(str(value), kind) == value
     if kind is not str:
-        assert parse_value("x", str(value), kind | None) == value
-        assert parse_value("x", "None", kind | None) is None
+        assert parse_value(str(value), kind | None) == value
+        assert parse_value("None", kind | None) is None
 
 
 @given(st.text(max_size=30), st.sampled_from(sorted(METHODS)))
@@ -495,9 +504,9 @@ def test_any_text_is_a_setting_or_an_error_that_says_why(text, name):
 @given(st.text(max_size=12))
 def test_no_text_gets_past_the_type_of_an_option(text):
     try:
-        value = parse_value("x", text, int | None)
+        value = parse_value(text, int | None)
     except ValueError as error:
-        assert f"expected 'x' to be a whole number or none, but got {text!r}" in str(error)
+        assert f"expected `x` to be a whole number, or none, but got {text!r}" in str(error)
     else:
         assert value is None or isinstance(value, int)
 
@@ -514,7 +523,7 @@ def test_an_option_is_given_once():
 
 
 def test_a_preset_and_settings_add_up():
-    config = configuration("cafe", "cifar-online", ["lr=0.5", "optimizer=adam"])
+    config = MethodOptions("cafe", "cifar-online", ["lr=0.5", "optimizer=adam"]).config()
     assert (config.answer, config.samples_per_dim, config.lr, config.optimizer) == ("after-eval", 1.25, 0.5, "adam")
 
 
@@ -532,7 +541,7 @@ def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
     adapt(made, tmp_path / "out", "--measure", 0, "--resume")
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     result = adapt(made, tmp_path / "out", "--measure", 0, "--resume", "--set", "lr=0.5", code=2)
-    assert "lr=0.001 there, 0.5 now" in result.stderr and "momentum" not in result.stderr
+    assert "lr=0.001 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
 
 
 def test_contact_sheet_of_corrupted_copies_is_not_an_image_of_theirs(made, tmp_path):

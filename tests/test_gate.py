@@ -1,12 +1,9 @@
 """The gate: no step on batches that look like the source, steps on those that do not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cafe_tta as cafe
-from cafe_tta.gate import Gate
 
 
 @pytest.fixture
@@ -58,50 +55,15 @@ def test_gate_looks_again_after_its_patience(source):
 def test_threshold_falls_with_the_size_of_the_batch_and_grows_with_the_margin(source):
     known = source.needs["stats"].meta["alignment"]
     assert set(known["largest"]) == {"16", "32", "64"}  # of 240 source images
-    gate = Gate(known, margin=1.0)
-    values = [gate.threshold(size) for size in (1, 16, 20, 32, 50, 64, 1000)]
+    reference = cafe.Reference(source.needs["stats"], margin=1.0)
+    values = [reference.threshold(size) for size in (1, 16, 20, 32, 50, 64, 1000)]
     assert values == sorted(values, reverse=True)
     assert values[0] == values[1] == pytest.approx(known["largest"]["16"])
     assert values[-1] == pytest.approx(known["largest"]["64"])
-    assert Gate(known, margin=2.0).threshold(20) == pytest.approx(2 * values[2])
+    assert cafe.Reference(source.needs["stats"], margin=2.0).threshold(20) == pytest.approx(2 * values[2])
 
 
 def test_statistics_without_a_sample_cannot_have_a_gate(source):
     plain = cafe.FeatureStats(source.feature_stats.mean, source.feature_stats.cov, 240, source.feature_stats.meta)
     with pytest.raises(ValueError, match="gate needs to know how source batches look"):
         cafe.create("cafe", source.classifier, plain.group(3), gate=True)
-
-
-def test_sample_is_drawn_from_the_whole_stream_and_merges(monkeypatch):
-    from cafe_tta import stats, sums
-
-    monkeypatch.setattr(stats, "SAMPLE", 50)
-    monkeypatch.setattr(sums, "SAMPLE", 50)
-    features = torch.arange(1000.0)[:, None].repeat(1, 2)
-    accumulator = sums.FeatureSums()
-    for part in features.split(70):
-        accumulator.add(part)
-    sample = accumulator.sample
-    assert len(sample) == 50 and 300 < sample.mean() < 700 and len(sample.unique(dim=0)) == 50
-    parts = [features[:800], features[800:]]
-    a, b = map(cafe.FeatureStats.from_features, parts)
-    merged = cafe.FeatureStats.merge(a, b)
-    assert len(merged.sample) == 50 and 5 <= (merged.sample[:, 0] >= 800).sum() <= 15
-    # Of samples that somebody else drew, each gets its share.
-    a, b = (replace(stats, keys=None) for stats in (a, b))
-    merged = cafe.FeatureStats.merge(a, b)
-    assert len(merged.sample) == 50 and (merged.sample[:, 0] >= 800).sum() == 10
-
-
-def test_parts_that_know_their_place_have_the_sample_of_the_whole(source, monkeypatch):
-    from cafe_tta import sums
-
-    monkeypatch.setattr(sums, "SAMPLE", 50)
-    monkeypatch.setattr(sums, "AT_ONCE", 64)
-    loader = [images for images, _ in source.loader]  # 4 of 60 images
-    whole = cafe.FeatureStats.fit(source.classifier, loader)
-    parts = [cafe.FeatureStats.fit_part(source.classifier, loader[a:b], 60 * a) for a, b in ((0, 1), (1, 1), (1, 4))]
-    assert parts[1] is None
-    for first, second in ((parts[0], parts[2]), (parts[2], parts[0])):
-        merged = cafe.FeatureStats.merge(first, second)
-        assert torch.equal(merged.sample, whole.sample) and torch.equal(merged.keys, whole.keys)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cafe_tta as cafe
-from cafe_tta.groups import correlation, dead_dims, group_features
+from cafe_tta.source.groups import correlation, dead_dims, group_features
 
 
 def block_cov(sizes, inside=0.8, seed=0):

@@ -237,7 +237,7 @@ def test_cafe_and_its_variants(source, name, preset):
     torch.testing.assert_close(answers, expected, rtol=1e-3, atol=1e-4)
     assert_same_network(adapter.classifier, network, rtol=1e-3, atol=1e-5)
     assert_moved(adapter, source)
-    assert adapter.report.notes["completed_groups"] == 0
+    assert adapter.report.notes["padded_groups"] == 0
 
 
 def test_normalisation_with_source_statistics(source):
@@ -482,7 +482,7 @@ def test_dann_fits_for_its_number_of_iterations(source):
 
 
 def test_cafe_remembers_earlier_batches_where_a_batch_is_too_small(source):
-    """Small batches are completed by the stream's own moments; the report says for how many groups."""
+    """Small batches are padded with the stream's own moments; the report says for how many groups."""
     stats = source.needs["stats"]
     adapter = cafe.create(
         "cafe", source.classifier, stats, lr=0.0, samples_per_dim=3, min_samples=0, normalisation="source"
@@ -491,7 +491,7 @@ def test_cafe_remembers_earlier_batches_where_a_batch_is_too_small(source):
     small = [source.corrupted[i : i + 4] for i in range(0, 3 * widest + 8, 4)]
     for images in small:
         adapter(images)
-    assert adapter.report.notes["completed_groups"] > 0
+    assert adapter.report.notes["padded_groups"] > 0
     with torch.no_grad():
         seen = source.classifier.backbone(torch.cat(small)[-3 * widest :])
     whole = cafe.losses.alignment(seen, stats).item()
@@ -509,7 +509,7 @@ def test_a_few_images_do_not_end_the_model(source):
         adapter(few)
     values = {n: adapter.report.notes["alignment"] for n, adapter in adapters.items()}
     assert values[64] < 0.1 * values[0]
-    assert adapters[64].report.notes["completed_groups"] == len(stats.groups)
+    assert adapters[64].report.notes["padded_groups"] == len(stats.groups)
     many = torch.cat([source.corrupted, source.corrupted.flip(3)])[:64]
     adapters[64].reset()
     adapters[64](many)
@@ -601,7 +601,7 @@ def test_every_takes_a_step_on_each_nth_batch(source):
 
 
 @pytest.mark.parametrize("preset", [None, "cifar"])
-def test_ragged_last_batch_is_completed_from_the_batches_before_it(source, preset):
+def test_a_short_last_batch_is_padded_with_the_batches_before_it(source, preset):
     """A few images, fewer than make a good covariance, may not throw the weights about."""
     adapter = cafe.create("cafe", source.classifier, source.needs["stats"], preset=preset)
     adapter(source.corrupted)
@@ -610,20 +610,20 @@ def test_ragged_last_batch_is_completed_from_the_batches_before_it(source, prese
     adapter.optimizer.state.clear()  # no momentum: the second step by itself
     adapter(source.corrupted[:6])
     second = sum((a - b).norm() ** 2 for a, b in zip(whole, adapter.classifier.parameters(), strict=True)) ** 0.5
-    assert adapter.report.stepped and adapter.report.notes["completed_groups"] == 3
+    assert adapter.report.stepped and adapter.report.notes["padded_groups"] == 3
     assert second < first
 
 
 @pytest.mark.parametrize("max_change", [1e-6, 1e3])
 def test_a_step_is_at_most_a_share_of_the_weights(source, max_change):
-    """A longer gradient is shortened and keeps its direction; a shorter one stays as it is."""
+    """A long gradient is clipped and keeps its direction; a short one stays as it is."""
     steps = []
     for limit in (max_change, None):
         adapter = cafe.create("cafe", source.classifier, source.needs["stats"], lr=0.1, max_change=limit)
         before = torch.cat([p.detach().flatten().clone() for p in adapter.moving()])
         adapter(source.corrupted)
         steps.append(torch.cat([p.detach().flatten() for p in adapter.moving()]) - before)
-        assert ("shortened" in adapter.report.notes) == (limit == 1e-6)
+        assert ("clipped" in adapter.report.notes) == (limit == 1e-6)
     limited, free = (step.double() for step in steps)
     if max_change > 1:
         assert torch.equal(limited, free)

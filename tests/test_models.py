@@ -1,6 +1,7 @@
 """Models by name and by file, preprocessing, the digits network, and torchvision's import."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from cafe_tta import _torchvision, models, storage
-from cafe_tta._torchvision import import_torchvision
+from cafe_tta import models, storage
 from cafe_tta.classifier import split_classifier
-from cafe_tta.digits_resnet import DigitsResNet
-from cafe_tta.models import LoadedModel, Preprocessing
+from cafe_tta.models import LoadedModel, Preprocessing, _torchvision, import_torchvision
+from cafe_tta.models.digits_resnet import DigitsResNet
+from cafe_tta.options import describe
 from cafe_tta.source.train import TrainConfig, train
 
 import_torchvision()  # before timm, which imports it
@@ -50,7 +51,7 @@ def weights_file(path: Path, model: nn.Module, **changes: Tensor | None) -> Path
 
 def test_torchvision_and_timm_import_in_a_new_process() -> None:
     code = (
-        "from cafe_tta._torchvision import import_torchvision\n"
+        "from cafe_tta.models import import_torchvision\n"
         "torchvision = import_torchvision()\n"
         "assert import_torchvision() is torchvision\n"
         "import timm\n"
@@ -219,7 +220,7 @@ def test_a_download_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(import_torchvision().models, "get_model", offline)
     monkeypatch.setattr(timm, "create_model", offline)
     for spec in ("torchvision:resnet18", "timm:resnet26"):
-        text = rf"weights of {spec} could not be had \(OSError: Name or service not known\); look at the internet"
+        text = rf"weights of {spec} could not be downloaded \(OSError: Name or service not known\); check the internet"
         with pytest.raises(RuntimeError, match=text):
             models.load(spec, pretrained=True)
 
@@ -295,7 +296,7 @@ def test_plain_weights_in_float16_are_read_and_classes_counted(tmp_path: Path) -
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
     with pytest.raises(
         ValueError,
-        match=r'plain weights.*: --model timm:NAME --weights .*in Python: load\("timm:NAME", weights=',
+        match=r'plain weights.*; name the architecture too, .* as `weights`: load\("timm:NAME", weights=',
     ):
         models.load(path)
 
@@ -402,3 +403,38 @@ def test_a_new_head_keeps_the_rest_of_the_weights(tmp_path: Path) -> None:
         models.load("cafe:digits-resnet", num_classes=7, new_head=True)
     with pytest.raises(ValueError, match="10 classes apart, but `num_classes` is 7"):
         models.load("cafe:digits-resnet", weights=file, num_classes=7)
+
+
+# Options
+
+
+def test_the_options_describe_a_classifier(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    models.save(file, DigitsResNet(), "cafe:digits-resnet", Preprocessing(32, HALF, HALF), tuple("abcdefghij"))
+    options = models.ModelOptions(file, mean=(0.1, 0.2, 0.3), image_size=28, head="fc", device="cpu")
+    model = models.load_classifier(options)
+    assert (model.architecture, model.classes) == ("cafe:digits-resnet", tuple("abcdefghij"))
+    assert model.preprocessing == Preprocessing(28, (0.1, 0.2, 0.3), HALF)
+    assert not model.classifier.training and model.classifier.feature_layer == "fc"
+    assert model.classifier.backbone.get_parameter("model.stem.0.weight").is_contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+def test_options_that_make_no_sense_are_refused_with_their_names() -> None:
+    with pytest.raises(ValueError, match="cafe:digits-resnet alone has random weights; give a file as `weights`$"):
+        models.load_classifier(models.ModelOptions("cafe:digits-resnet"))
+    with pytest.raises(ValueError, match="timm:resnet26 alone has .* as `weights`, or set `pretrained`"):
+        models.load_classifier(models.ModelOptions("timm:resnet26", num_classes=2))
+    assert models.load_classifier(models.ModelOptions("cafe:digits-resnet"), untrained=True).classes is None
+    with pytest.raises(ValueError, match="expected `image_size` to be at least 1"):
+        models.ModelOptions("cafe:digits-resnet", image_size=0)
+    with pytest.raises(ValueError, match=r"unknown device 'cdua'; did you mean 'cuda'\?; choose from: auto, cpu"):
+        models.choose_device("cdua")
+
+
+def test_an_option_of_load_is_passed_on_by_its_name() -> None:
+    """Adding an option takes its declaration in `ModelOptions` and its use in `load`, and nothing else."""
+    accepted = inspect.signature(models.load).parameters
+    own = {"model", "image_size", "head", "device"}
+    assert {described.name for described in describe(models.ModelOptions)} - own <= accepted.keys()

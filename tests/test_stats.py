@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_memory_does_not_grow_with_the_number_of_images():
     """100,000 vectors of 2048 would be 800 MB in float32; the sums are 32 MB."""
     import resource
 
-    from cafe_tta.sums import FeatureSums
+    from cafe_tta.source.stats import FeatureSums
 
     accumulator = FeatureSums()
     chunk = torch.randn(500, 2048)
@@ -273,7 +274,7 @@ def test_histograms_survive_a_file_and_know_their_classifier(source, tmp_path):
 
 
 def test_histograms_need_a_loader_that_can_be_read_twice(source):
-    with pytest.raises(TypeError, match="gone through twice, but got an iterator"):
+    with pytest.raises(TypeError, match="read more than once, but got list_iterator; histograms take two passes"):
         cafe.SourceHistograms.fit(source.classifier, iter(source.loader))
     with pytest.raises(ValueError, match="the loader was empty"):
         cafe.SourceHistograms.fit(source.classifier, [])
@@ -298,10 +299,44 @@ def test_the_same_content_makes_the_same_file(source, tmp_path):
 
 
 def test_wide_covariances_are_added_up_in_blocks(monkeypatch):
-    from cafe_tta import sums
+    from cafe_tta.source import stats as sums
 
     monkeypatch.setattr(sums, "BLOCK", 4)
     features = features_of(40, 11, seed=3).double()
     found = cafe.FeatureStats.from_features(features)
     np.testing.assert_allclose(found.cov.numpy(), np.cov(features.numpy().T, bias=True), rtol=1e-10, atol=1e-12)
     assert torch.equal(found.cov, found.cov.T)
+
+
+def test_sample_is_drawn_from_the_whole_stream_and_merges(monkeypatch):
+    from cafe_tta.source import stats
+
+    monkeypatch.setattr(stats, "SAMPLE", 50)
+    features = torch.arange(1000.0)[:, None].repeat(1, 2)
+    accumulator = stats.FeatureSums()
+    for part in features.split(70):
+        accumulator.add(part)
+    sample = accumulator.sample
+    assert len(sample) == 50 and 300 < sample.mean() < 700 and len(sample.unique(dim=0)) == 50
+    parts = [features[:800], features[800:]]
+    a, b = map(cafe.FeatureStats.from_features, parts)
+    merged = cafe.FeatureStats.merge(a, b)
+    assert len(merged.sample) == 50 and 5 <= (merged.sample[:, 0] >= 800).sum() <= 15
+    # Without keys, each part is represented in proportion to its size.
+    a, b = (replace(part, keys=None) for part in (a, b))
+    merged = cafe.FeatureStats.merge(a, b)
+    assert len(merged.sample) == 50 and (merged.sample[:, 0] >= 800).sum() == 10
+
+
+def test_parts_that_know_their_offset_have_the_sample_of_the_whole(source, monkeypatch):
+    from cafe_tta.source import stats
+
+    monkeypatch.setattr(stats, "SAMPLE", 50)
+    monkeypatch.setattr(stats, "CHUNK", 64)
+    loader = [images for images, _ in source.loader]  # 4 of 60 images
+    whole = cafe.FeatureStats.fit(source.classifier, loader)
+    parts = [cafe.FeatureStats.fit_part(source.classifier, loader[a:b], 60 * a) for a, b in ((0, 1), (1, 1), (1, 4))]
+    assert parts[1] is None
+    for first, second in ((parts[0], parts[2]), (parts[2], parts[0])):
+        merged = cafe.FeatureStats.merge(first, second)
+        assert torch.equal(merged.sample, whole.sample) and torch.equal(merged.keys, whole.keys)

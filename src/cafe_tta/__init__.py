@@ -2,18 +2,21 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from cafe_tta import checks as checks
 from cafe_tta import corruptions as corruptions
+from cafe_tta import distributed as distributed
 from cafe_tta import losses as losses
 from cafe_tta import metrics as metrics
 from cafe_tta import ranks as ranks
 from cafe_tta.adapter import Adapter as Adapter
+from cafe_tta.adapter import AdapterConfig as AdapterConfig
 from cafe_tta.adapter import Report as Report
 from cafe_tta.adapter import StepRefused as StepRefused
 from cafe_tta.classifier import SplitClassifier as SplitClassifier
 from cafe_tta.classifier import split_classifier as split_classifier
-from cafe_tta.config import AdapterConfig as AdapterConfig
-from cafe_tta.config import StepConfig as StepConfig
+from cafe_tta.distributed import RankError as RankError
 from cafe_tta.gradient import GradientAdapter as GradientAdapter
+from cafe_tta.gradient import StepConfig as StepConfig
 from cafe_tta.methods import BACS as BACS
 from cafe_tta.methods import DANN as DANN
 from cafe_tta.methods import FR as FR
@@ -36,12 +39,13 @@ from cafe_tta.methods import T3AConfig as T3AConfig
 from cafe_tta.methods import Tent as Tent
 from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import create as create
-from cafe_tta.ranks import RankError as RankError
-from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
-from cafe_tta.source.swag import Posterior as Posterior
-from cafe_tta.source.swag import SwagCollector as SwagCollector
-from cafe_tta.stats import FeatureStats as FeatureStats
-from cafe_tta.stats import SourceStats as SourceStats
+from cafe_tta.source import SOURCES as SOURCES
+from cafe_tta.source import FeatureStats as FeatureStats
+from cafe_tta.source import Posterior as Posterior
+from cafe_tta.source import Reference as Reference
+from cafe_tta.source import SourceHistograms as SourceHistograms
+from cafe_tta.source import SourceStats as SourceStats
+from cafe_tta.source import SwagCollector as SwagCollector
 
 try:
     __version__ = version("cafe-tta")

@@ -6,25 +6,34 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import ranks, storage
-from cafe_tta.classifier import SplitClassifier
-from cafe_tta.config import AdapterConfig as AdapterConfig
+from cafe_tta import storage
+from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
+from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser
-from cafe_tta.stats import classifier_meta, describe_difference, require_classifier
+from cafe_tta.options import Options, option
+from cafe_tta.source import source_kind
+
+if TYPE_CHECKING:
+    from cafe_tta.distributed.synchronised import Lockstep
 
 STATE_VERSION = 1
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_HOW_TO_GET = {
-    "stats": "make them with FeatureStats.fit(classifier, source_loader).group()",
-    "histograms": "make them with SourceHistograms.fit(classifier, source_loader)",
-    "posterior": "collect one while training, with SWAG",
-    "data": "pass a loader of (images, labels)",
-}
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Options):
+    """Options that every method has.
+
+    >>> AdapterConfig(batch_size=64)
+    AdapterConfig(batch_size=64)
+    """
+
+    batch_size: int = option(256, "Images per batch, for loaders and benchmarks; any other size works too.", least=1)
 
 
 class StepRefused(UserWarning):
@@ -33,14 +42,18 @@ class StepRefused(UserWarning):
 
 @dataclass(frozen=True)
 class Report:
-    """What happened to a batch: of all ranks, where several adapt as one."""
+    """What happened to a batch (of all ranks, where several adapt as one).
+
+    >>> Report(images=256, stepped=True, loss=1.5).stepped
+    True
+    """
 
     images: int
     stepped: bool  # whether the weights moved
     refused: bool = False  # a step was tried, and was not finite
     reason: str = ""  # why no step was taken
     loss: float | None = None
-    notes: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, and what was done to compute it
+    notes: Mapping[str, float] = field(default_factory=dict)  # terms of the loss, and how it was computed
 
 
 @dataclass
@@ -52,22 +65,36 @@ class Counters:
     steps: int = 0
     refused: int = 0  # steps whose loss or gradient was not finite
 
+    def count(self, report: Report) -> None:
+        """Adds one batch."""
+        self.batches += 1
+        self.images += report.images
+        self.steps += report.stepped
+        self.refused += report.refused
+
 
 class Adapter(nn.Module):
     """A copy of a classifier that adapts to the images it is shown. Subclasses are the methods."""
 
     name: ClassVar[str]
-    needs: ClassVar[str | None] = None  # of the source domain: None | "stats" | "histograms" | "posterior" | "data"
-    adds_up: ClassVar[bool] = False  # what it knows of a batch, through `ranks`: then many processes may adapt as one
+    needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
+    adapts: ClassVar[bool] = True  # False for a baseline that only answers
+    distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
     remark: ClassVar[str] = ""  # a sentence for the captions of results tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 
     classifier: SplitClassifier
     normaliser: Normaliser
-    ranks: ranks.Ranks
+    ranks: Ranks
     counters: Counters
     report: Report | None  # of the last batch
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "adds_up" in vars(cls):  # the name of `distributed` until version 0.2
+            cls.distributed = vars(cls)["adds_up"]
+            warnings.warn(f"{cls.__name__}: write `distributed` instead of `adds_up`", DeprecationWarning, stacklevel=2)
 
     def __init__(self, classifier: SplitClassifier, source: Any = None, config: Any = None) -> None:
         super().__init__()
@@ -75,21 +102,11 @@ class Adapter(nn.Module):
         self.config = self.Config() if config is None else config
         if not isinstance(self.config, self.Config):
             raise TypeError(f"expected a {self.Config.__name__}, but got {type(self.config).__name__}")
-        if self.needs is not None and source is None:
-            raise ValueError(
-                f"{self.name} needs {self.needs} of the source domain, but got none; {_HOW_TO_GET[self.needs]}"
-            )
-        self.ranks = ranks.here()
-        if self.ranks.size > 1 and not self.adds_up:
-            raise ValueError(
-                f"{self.name} cannot adapt as one over the {self.ranks.size} ranks of this process group; "
-                "make it inside `with cafe_tta.ranks.apart():`, and each rank adapts by itself"
-            )
-        self.until_check = 0  # batches until the ranks compare their weights
-        self._readable: set[tuple[torch.Size, torch.dtype]] = set()  # images that the classifier was seen to read
+        if self.needs is not None:
+            source_kind(self.needs).require(source, classifier, self.name)
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
-            self._classifier_meta = classifier_meta(classifier)
-            self.made_of = self.ranks.fingerprint((self._classifier_meta, source))
+            self._identity = classifier.identity()
+            self._join_ranks(source)
             self.classifier = copy.deepcopy(classifier).requires_grad_(False)
             self.prepare(source)
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.
@@ -99,7 +116,7 @@ class Adapter(nn.Module):
     # What a method says of itself
 
     def prepare(self, source: Any) -> None:
-        """Checks and keeps what the method needs of the source domain, and sets the classifier up. Called once."""
+        """Keeps what the method needs of the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
@@ -107,7 +124,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     def wants_more(self) -> bool:
-        """Whether an offline run goes on to another pass over its images. Test-time adaptation is content with one."""
+        """Whether an offline run makes another pass over its images. Test-time adaptation needs only one."""
         return False
 
     def changing(self) -> dict[str, Tensor]:
@@ -122,23 +139,23 @@ class Adapter(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Adapts to a batch of images and returns its logits. A bad batch raises, and changes nothing.
 
-        Under a process group every rank calls it with its part of the batch, which may be empty: see docs/scale.md.
+        In a process group, every rank calls it with its part of the batch, which may be empty: see docs/scale.md.
         """
-        # Callers sit in no_grad() or inference_mode(): they only want predictions.
-        with self.ranks.step(self, images), torch.inference_mode(False), torch.enable_grad():
-            images = images.clone() if images.is_inference() else images.detach()
-            logits, report = self.answer_or_leave(images)
-            size = self.ranks.count(images)
-            if notes := self.ranks.notes():
-                report = replace(report, notes={**report.notes, **notes})
+        if self._lockstep is None:
+            self.check(images)
+            logits, report = self._adapt(images)
+        else:  # in a process group
+            logits, report = self._adapt_with_other_ranks(self._lockstep, images)
         if report.refused:
             warnings.warn(f"{self.name} took no step on this batch: {report.reason}", StepRefused, stacklevel=4)
         self.report = report
-        self.counters.batches += 1
-        self.counters.images += size
-        self.counters.steps += report.stepped
-        self.counters.refused += report.refused
+        self.counters.count(report)
         return logits.detach()
+
+    def _adapt(self, images: Tensor) -> tuple[Tensor, Report]:
+        # Callers sit in no_grad() or inference_mode(): they only want predictions.
+        with torch.inference_mode(False), torch.enable_grad():
+            return self.answer_or_leave(images.clone() if images.is_inference() else images.detach())
 
     def answer_or_leave(self, images: Tensor) -> tuple[Tensor, Report]:
         """Answers; where that fails or a step is refused, everything is left as it was."""
@@ -164,8 +181,8 @@ class Adapter(nn.Module):
             return self.run(images)
 
     @contextmanager
-    def as_source(self) -> Iterator[None]:
-        """The classifier is the source's again, for a while; what was learnt is only laid aside."""
+    def source_weights(self) -> Iterator[None]:
+        """The source classifier inside the block; afterwards the adapted one is back."""
         learnt = {tensor: tensor.data for tensor in self.changing().values()}
         try:
             for name, tensor in self.changing().items():
@@ -195,18 +212,18 @@ class Adapter(nn.Module):
             raise ValueError(f"{path} is a state of {theirs['method']!r}, but this adapter is {ours['method']!r}")
         if difference := describe_difference(theirs["classifier"], ours["classifier"]):
             raise ValueError(f"{path} does not belong to this classifier: {difference}")
-        a, b = asdict(self.Config()) | theirs["config"], ours["config"]  # options that were added since: their defaults
-        if names := sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key)):
-            shown = ", ".join(f"{name}={a.get(name)!r} there, {b.get(name)!r} here" for name in names)
+        saved = asdict(self.Config()) | theirs["config"]  # options that were added since have their defaults
+        if shown := storage.differences(saved, ours["config"]):
             raise ValueError(f"{path} was saved with other options: {shown}")
         self.check_state(tensors)
         self.set_state(tensors)
         self.counters = Counters(**theirs["counters"])
         self.report = None
-        self.until_check = 0
+        if self._lockstep is not None:
+            self._lockstep.compare_next()
 
     def train(self, mode: bool = True) -> Self:
-        """Changes nothing: the method itself knows which layers are in training mode, and when."""
+        """Has no effect: the method decides which layers are in training mode, and when."""
         self.training = mode
         return self
 
@@ -226,7 +243,7 @@ class Adapter(nn.Module):
             found = tensors.get(f"classifier.{name}")
             if found is None or found.shape != tensor.shape:
                 raise ValueError(f"the state has no `{name}` of shape {tuple(tensor.shape)}")
-        for name in self._own_buffers():  # these may grow: any shape will do
+        for name in self._own_buffers():  # these may grow, so any shape is fine
             if f"adapter.{name}" not in tensors:
                 raise ValueError(f"the state has no `{name}`")
 
@@ -245,10 +262,10 @@ class Adapter(nn.Module):
 
     def _state_meta(self) -> dict[str, Any]:
         config, counters = asdict(self.config), asdict(self.counters)
-        return {"method": self.name, "config": config, "classifier": self._classifier_meta, "counters": counters}
+        return {"method": self.name, "config": config, "classifier": self._identity, "counters": counters}
 
     def _keep(self) -> Any:
-        """What a pass may change before it is known to be good: statistics and own buffers; not the weights."""
+        """What a forward pass may change before the step is accepted: statistics and own buffers, not the weights."""
         statistics = [(t, t.clone()) for t in self.changing().values() if not t.requires_grad]
         return statistics, self._own_buffers()
 
@@ -261,8 +278,8 @@ class Adapter(nn.Module):
 
     # Guards
 
-    def unusable(self, features: Tensor, loss: Tensor | None = None) -> str:
-        """Why nothing may be learnt from a pass, on any rank; empty where all is well."""
+    def why_unusable(self, features: Tensor, loss: Tensor | None = None) -> str:
+        """Why nothing may be learnt from a pass, on any rank; empty if all is well."""
         reason = ""
         if not torch.isfinite(features).all():
             reason = "its features are NaN or infinite"
@@ -276,30 +293,20 @@ class Adapter(nn.Module):
         """Refuses what is not a batch of finite images of the classifier's kind."""
         if not isinstance(images, Tensor):
             raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
-        place = self.classifier.head.weight
-        if images.dtype != place.dtype:
-            cure = f"call .to({place.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
+        weight = self.classifier.head.weight
+        if images.dtype != weight.dtype:
+            cure = f"call .to({weight.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
             raise TypeError(
-                f"expected images of {place.dtype}, like the classifier, but got {images.dtype}; {cure} first"
+                f"expected images of {weight.dtype}, like the classifier, but got {images.dtype}; {cure} first"
             )
-        if images.device != place.device:
-            raise ValueError(f"expected images on {place.device}, like the classifier, but got {images.device}")
+        if images.device != weight.device:
+            raise ValueError(f"expected images on {weight.device}, like the classifier, but got {images.device}")
         empty = self.ranks.size > 1 and not len(images) and images.shape[1:].numel()  # a rank may have nothing to do
         if images.dim() < 2 or not (images.numel() or empty):
             raise ValueError(f"expected a batch of at least one image, but got shape {tuple(images.shape)}")
         if not torch.isfinite(images).all():
             bad = [i for i, image in enumerate(images) if not torch.isfinite(image).all()]
             raise ValueError(f"expected finite images, but images {bad[:10]} of the batch have NaN or infinite values")
-
-    def probe(self, images: Tensor) -> None:
-        """Refuses images that the classifier cannot read, before the ranks begin a step: each new shape is tried once.
-
-        A rank that fails in the middle of a step cannot be helped; the others would wait for it.
-        """
-        kind = (images.shape[1:], images.dtype)
-        if kind not in self._readable:
-            self.predict(self.ranks.stand_in(images))
-            self._readable.add(kind)
 
     def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features (B, D) and logits (B, C). What the classifier cannot read is the caller's mistake, and said so."""
@@ -308,7 +315,27 @@ class Adapter(nn.Module):
             return features[:0], logits[:0]
         try:
             return self.classifier.features_and_logits(images)
-        except (torch.OutOfMemoryError, ranks.RankError):
+        except (torch.OutOfMemoryError, RankError):
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(f"the classifier cannot read images of shape {tuple(images.shape)}: {error}") from error
+
+    # Many processes that adapt as one: see docs/scale.md
+
+    def _join_ranks(self, source: Any) -> None:
+        """Finds the ranks that this adapter belongs to: this process alone, unless a process group is initialised."""
+        self.ranks = here()
+        if self.ranks.size > 1 and not self.distributed:
+            raise ValueError(
+                f"{self.name} cannot adapt as one over the {self.ranks.size} ranks of this process group; "
+                "make it inside `with cafe_tta.distributed.apart():`, and each rank adapts by itself"
+            )
+        self._lockstep = self.ranks.lockstep((self._identity, source))
+
+    def _adapt_with_other_ranks(self, lockstep: "Lockstep", images: Tensor) -> tuple[Tensor, Report]:
+        """Checks and adapts as one process does, while each of the other ranks does so with its part of the batch."""
+        doing = f"batch {self.counters.batches} of {self.name}, made of {lockstep.fingerprint}, with {self.config}"
+        with lockstep.step(doing, images, self.check, self.predict, self.state) as communicator:
+            logits, report = self._adapt(images)
+            size = self.ranks.count(images)
+        return logits, replace(report, images=size, notes={**report.notes, "bytes": float(communicator.bytes)})

@@ -1,8 +1,9 @@
 """A classifier in two parts: the backbone that makes features, and the linear head that reads them (f = h ∘ g)."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,17 @@ from cafe_tta.storage import tensor_digest
 
 
 class SplitClassifier(nn.Module):
-    """A classifier f = h ∘ g with its two parts in hand: `backbone` (g) and `head` (h)."""
+    """A classifier f = h ∘ g as its two parts: `backbone` (g) makes features, `head` (h) turns them into logits.
+
+    >>> classifier = SplitClassifier(nn.Flatten(), nn.Linear(12, 3))
+    >>> features, logits = classifier.features_and_logits(torch.zeros(2, 3, 2, 2))
+    >>> features.shape, logits.shape
+    (torch.Size([2, 12]), torch.Size([2, 3]))
+    """
 
     backbone: nn.Module
     head: nn.Linear
-    feature_layer: str  # the name that the head has in the model it came from
+    feature_layer: str  # the head's name in the original model
 
     def __init__(self, backbone: nn.Module, head: nn.Linear, feature_layer: str = "head") -> None:
         super().__init__()
@@ -29,10 +36,10 @@ class SplitClassifier(nn.Module):
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features = self.backbone(images)  # (B, D)
         if not isinstance(features, Tensor) or features.dim() != 2 or features.shape[1] != self.num_features:
-            found = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
             raise ValueError(
                 f"expected the backbone to give features of shape (batch, {self.num_features}) to "
-                f"`{self.feature_layer}`, but got {found}; "
+                f"`{self.feature_layer}`, but got {got}; "
                 "name the layer that makes the logits: split_classifier(model, head=...)"
             )
         return features, self.head(features)
@@ -46,16 +53,20 @@ class SplitClassifier(nn.Module):
         return self.head.out_features
 
     def fingerprint(self) -> dict[str, str]:
-        """A short hash of every weight and statistic: what says whether two classifiers are the same."""
+        """A short hash of every weight and running statistic, by name."""
         tensors = {**self.state_dict()}
         return {name: tensor_digest(t) for name, t in tensors.items() if not name.endswith("num_batches_tracked")}
+
+    def identity(self) -> dict[str, Any]:
+        """What saved files keep to recognise this classifier: see `describe_difference`."""
+        return {"feature_layer": self.feature_layer, "weights": self.fingerprint()}
 
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state_dict().values())
 
 
-class _HeadPlace(nn.Module):
-    """Stands where the head was, and hands on what the head would have received."""
+class _HeadStub(nn.Module):
+    """Takes the head's position in the model, and returns what the head would have received."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -68,7 +79,7 @@ class _HeadPlace(nn.Module):
 
 
 class _Headless(nn.Module):
-    """A model without its head. Notices when the model does more to its logits than return them."""
+    """A model without its head. Refuses a model that processes its logits any further."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -76,11 +87,11 @@ class _Headless(nn.Module):
         self.name = name
 
     def forward(self, images: Tensor) -> Tensor:
-        place = self.model.get_submodule(self.name)
-        assert isinstance(place, _HeadPlace)
-        place.received = None
+        stub = self.model.get_submodule(self.name)
+        assert isinstance(stub, _HeadStub)
+        stub.received = None
         returned = self.model(images)
-        received, place.received = place.received, None  # keep no activations between calls
+        received, stub.received = stub.received, None  # keep no activations between calls
         if received is None:
             raise ValueError(
                 f"the model never used `{self.name}`; name the layer that makes the logits: "
@@ -133,7 +144,7 @@ def split_classifier(model: nn.Module, head: str | None = None) -> SplitClassifi
             raise ValueError(f"the model cannot be copied ({error}); pass it before wrapping or calling it") from error
         head_layer = model.get_submodule(name)
         assert isinstance(head_layer, nn.Linear)
-        model.set_submodule(name, _HeadPlace(head_layer))
+        model.set_submodule(name, _HeadStub(head_layer))
         classifier = SplitClassifier(_Headless(model, name), head_layer, feature_layer=name)
         for module in (classifier, classifier.backbone, model.get_submodule(name)):
             module.training = model.training  # the new modules are in the mode of the model they came from
@@ -164,7 +175,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every submodule gets its own mode back."""
+    """Evaluation mode inside the block; afterwards every submodule has its own mode again."""
     modes = {child: child.training for child in module.modules()}
     module.eval()
     try:
@@ -172,3 +183,38 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child, mode in modes.items():
             child.training = mode
+
+
+# Identity: does a saved file belong to a classifier?
+
+
+def require_classifier(classifier: object) -> None:
+    """Raises where `classifier` is not a `SplitClassifier`."""
+    if not isinstance(classifier, SplitClassifier):
+        raise TypeError(
+            f"expected a SplitClassifier, but got {type(classifier).__name__}; "
+            "make one with cafe_tta.split_classifier(model)"
+        )
+
+
+def require_match(what: str, num_features: int, identity: Mapping[str, Any], classifier: SplitClassifier) -> None:
+    """Raises where source values of `identity` were not computed with this classifier, and says what differs."""
+    require_classifier(classifier)
+    if num_features != classifier.num_features:
+        raise ValueError(
+            f"the {what} have {num_features} features, but the classifier's `{classifier.feature_layer}` receives "
+            f"{classifier.num_features}; make them with this classifier"
+        )
+    if difference := describe_difference(identity, classifier.identity()) if identity.get("weights") else "":
+        raise ValueError(f"the {what} do not belong to this classifier: {difference}; make them with this classifier")
+
+
+def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How two identities of classifiers differ, in words; empty where they do not."""
+    if theirs.get("feature_layer") != ours.get("feature_layer"):
+        return f"feature layer `{theirs.get('feature_layer')}` there, `{ours.get('feature_layer')}` here"
+    a, b = theirs.get("weights") or {}, ours.get("weights") or {}
+    names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    if not names:
+        return ""
+    return f"{len(names)} of {len(a.keys() | b.keys())} tensors differ, the first is `{names[0]}`"

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+EIGENVALUE_FLOOR = 1e-3  # ε of Sec. 4.2; docs/choices.md says how it was found
 # A group counts as degenerate when a pivot of C is below this share of the mean pivot: C⁻¹ would be noise.
 SMALLEST_PIVOT = 1e-10
-# What a bucket costs by itself, in units of one group's d² (a batch of 256, one CPU thread): half a millisecond.
+# The fixed cost of a bucket, in units of one group's d² (a batch of 256, one CPU thread): half a millisecond.
 BUCKET_COST = 8192
 
 
 class GroupedStatistics(Protocol):
-    """What is needed of the source: `stats.SourceStats` has it."""
+    """What is needed of the source: `SourceStats` has it."""
 
     @property
     def mean(self) -> Tensor: ...
@@ -66,7 +67,7 @@ class Divergence(NamedTuple):
     """How far a batch is from the source, group by group."""
 
     values: Tensor  # (K,) symmetrised KL divergence of each group, in the order of the source's groups
-    completed: Tensor  # (K,) bool: the batch was too small for this group, and was completed
+    padded: Tensor  # (K,) bool: the batch was too small for this group, and was padded with other moments
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,27 @@ class _Bucket:
     mean: Tensor  # (K, d)
     whitener: Tensor  # (K, d, d): Λ^(-½) Vᵀ, rows and columns of zeros where padded
     padding: Tensor  # (K, d, d): 1 on the diagonal where padded
+    eigenvalues: Tensor  # (K, d): λ, not floored; 0 where padded
+    scale: Tensor  # (K, d): √λ, floored; 0 where padded
     sizes: Tensor  # (K,)
     widest: int
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "_Bucket":
-        floats = {name: getattr(self, name).to(device, dtype) for name in ("mean", "whitener", "padding", "sizes")}
+        names = ("mean", "whitener", "padding", "eigenvalues", "scale", "sizes")
+        floats = {name: getattr(self, name).to(device, dtype) for name in names}
         return _Bucket(self.numbers, self.dims.to(device), **floats, widest=self.widest)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the features are, once their columns are laid out bucket by bucket."""
+    """The order of the features once their columns are arranged bucket by bucket."""
 
     columns: Tensor  # (P,) the feature in each column
-    places: Tensor  # (D,) the column of each feature; P for a feature in no group
-    order: Tensor  # (K,) puts values that come bucket by bucket into the order of the source's groups
+    positions: Tensor  # (D,) the column of each feature; P for a feature in no group
+    order: Tensor  # (K,) sorts values that come bucket by bucket into the order of the source's groups
 
     def to(self, device: torch.device) -> "_Layout":
-        return _Layout(self.columns.to(device), self.places.to(device), self.order.to(device))
+        return _Layout(self.columns.to(device), self.positions.to(device), self.order.to(device))
 
 
 class SourceGaussians:
@@ -135,12 +139,12 @@ class SourceGaussians:
     ) -> Divergence:
         """Symmetrised KL divergence of each group from the source.
 
-        A group of d dimensions wants `samples_per_dim` · d samples, and `at_least` so many. What a batch lacks is made
-        up from `memory`, the moments of earlier batches, and the rest by samples of the source itself (mean 0,
-        covariance I). Groups that are degenerate for another reason (constant features) are completed by d + 1 samples
-        of the source. Never fails, and never gives NaN for finite features.
+        A group of d dimensions needs max(`samples_per_dim` · d, `at_least`) samples. A smaller batch is padded: with
+        `memory`, the moments of earlier batches, as far as they go, then with source moments (mean 0, covariance I).
+        Groups that are degenerate for another reason (constant features) are padded with d + 1 samples of the source.
+        Never fails, and never gives NaN for finite features.
         """
-        values, completed = [], []
+        values, padded = [], []
         for i, bucket in enumerate(self._buckets):
             own = total = moments[i]
             if float(own.count[0]) < max(samples_per_dim * bucket.widest, at_least):
@@ -156,8 +160,23 @@ class SourceGaussians:
                 total = merge(total, _source(total, more))
                 kl, _ = _SymmetricKL.apply(total.mean, total.cov)
             values.append(kl)
-            completed.append(total.count > own.count)
-        return Divergence(torch.cat(values)[self._layout.order], torch.cat(completed)[self._layout.order])
+            padded.append(total.count > own.count)
+        return Divergence(torch.cat(values)[self._layout.order], torch.cat(padded)[self._layout.order])
+
+    def group_frechet(self, moments: list[Moments]) -> float:
+        """The Fréchet distance from the source, summed over the groups.
+
+        In the source's eigenbasis the batch has mean S w and covariance S C S with S = diag(√λ floored), and the source
+        has covariance Λ, so that the distance of a group is |S w|² + tr Λ + tr S C S - 2 tr (Λ^½ S C S Λ^½)^½.
+        """
+        total = 0.0
+        for bucket, part in zip(self._buckets, moments, strict=True):
+            cov = bucket.scale[:, :, None] * part.cov * bucket.scale[:, None, :]  # (K, d, d)
+            root = bucket.eigenvalues.clamp(min=0).sqrt()
+            cross = torch.linalg.eigvalsh(root[:, :, None] * cov * root[:, None, :]).clamp(min=0).sqrt().sum(1)
+            trace = (root.square() + cov.diagonal(dim1=1, dim2=2)).sum(1) - 2 * cross
+            total += float(((bucket.scale * part.mean).square().sum(1) + trace).clamp(min=0).sum())
+        return total
 
     @property
     def widest(self) -> int:
@@ -201,7 +220,7 @@ def _partition(widths: Sequence[int]) -> list[list[int]]:
     numbers = sorted(range(len(widths)), key=lambda number: widths[number])
     ordered = [widths[number] for number in numbers]
     ends = [end for end in range(1, len(ordered)) if ordered[end] > ordered[end - 1]] + [len(ordered)]
-    best = {0: (0, [0])}  # number of groups dealt with: cost, and where the cuts are
+    best = {0: (0, [0])}  # number of groups in buckets so far: cost, and the cuts
     for end in ends:
         width = widths[numbers[end - 1]]
         cost, cuts = min((cost + (end - start) * width**2, cuts) for start, (cost, cuts) in best.items())
@@ -218,29 +237,32 @@ def _bucket(
     means = torch.zeros(shape, dtype=torch.float64)
     whitener = torch.zeros(*shape, width, dtype=torch.float64)
     padding = torch.eye(width, dtype=torch.float64).repeat(len(numbers), 1, 1)
+    eigenvalues, scale = torch.zeros_like(means), torch.zeros_like(means)
     for row, number in enumerate(numbers):
         group = groups[number].cpu()
         size = len(group)
         values, vectors = torch.linalg.eigh(covs[number].cpu().double())
         dims[row, :size] = group
         means[row, :size] = mean.cpu().double()[group]
-        whitener[row, :size, :size] = vectors.T / values.clamp(min=eigenvalue_floor).sqrt()[:, None]
-        padding[row, :size] = 0  # whole rows: what is left of the diagonal is the padding's
+        eigenvalues[row, :size] = values
+        scale[row, :size] = values.clamp(min=eigenvalue_floor).sqrt()
+        whitener[row, :size, :size] = vectors.T / scale[row, :size, None]
+        padding[row, :size] = 0  # whole rows: the rest of the diagonal belongs to the padding
     sizes = torch.tensor([len(groups[number]) for number in numbers], dtype=torch.float64)
-    return _Bucket(numbers, dims, means, whitener, padding, sizes, width)
+    return _Bucket(numbers, dims, means, whitener, padding, eigenvalues, scale, sizes, width)
 
 
 def _layout(buckets: list[_Bucket], num_features: int) -> _Layout:
     columns = torch.cat([bucket.dims.flatten() for bucket in buckets])
     real = torch.cat([1 - bucket.padding.diagonal(dim1=1, dim2=2).flatten() for bucket in buckets]).bool()
-    places = torch.full((num_features,), len(columns))
-    places[columns[real]] = real.nonzero().squeeze(1)
+    positions = torch.full((num_features,), len(columns))
+    positions[columns[real]] = real.nonzero().squeeze(1)
     order = torch.tensor([number for bucket in buckets for number in bucket.numbers]).argsort()
-    return _Layout(columns, places, order)
+    return _Layout(columns, positions, order)
 
 
 def _source(like: Moments, count: Tensor) -> Moments:
-    """Moments of samples of the source itself, whitened."""
+    """Moments of the source itself, whitened: mean 0, covariance I."""
     eye = torch.eye(like.mean.shape[1], dtype=like.cov.dtype, device=like.cov.device)
     return Moments(count, torch.zeros_like(like.mean), eye.expand_as(like.cov))
 
@@ -258,7 +280,7 @@ class _WhitenedMoments(torch.autograd.Function):
         rows = features.T.contiguous().index_select(0, layout.columns).to(wide)  # (P, B)
         mean = rows.mean(1)
         centred = rows.sub_(mean[:, None])
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         start = 0
         for bucket in buckets:
             groups, width = bucket.dims.shape
@@ -266,13 +288,13 @@ class _WhitenedMoments(torch.autograd.Function):
             samples = centred[start:end].view(groups, width, -1)  # (K, d, B)
             cov = (samples @ samples.mT).div_(len(features))
             delta = mean[start:end].view(groups, width) - bucket.mean
-            found.append((bucket.whitener @ delta[..., None]).squeeze(-1))
-            found.append(torch.baddbmm(bucket.padding, bucket.whitener @ cov, bucket.whitener.mT))
+            results.append((bucket.whitener @ delta[..., None]).squeeze(-1))
+            results.append(torch.baddbmm(bucket.padding, bucket.whitener @ cov, bucket.whitener.mT))
             start = end
         # The gradient is linear in the features: their own precision is enough for it, and costs half.
         ctx.save_for_backward(centred.to(features.dtype))
         ctx.buckets, ctx.layout = buckets, layout
-        return tuple(found)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -292,14 +314,14 @@ class _WhitenedMoments(torch.autograd.Function):
             by_samples = by_columns[start:end].view(groups, width, batch)
             torch.baddbmm((pushed / batch).to(samples), (pulled / batch).to(samples), samples, out=by_samples)
             start = end
-        by_features = by_columns.index_select(0, ctx.layout.places)  # (D, B)
+        by_features = by_columns.index_select(0, ctx.layout.positions)  # (D, B)
         return by_features.T, None, None, None
 
 
 class _SymmetricKL(torch.autograd.Function):
     """¼ [tr C + tr C⁻¹ - 2d + wᵀ(I + C⁻¹)w] with its gradient in closed form: one Cholesky serves both.
 
-    Degenerate groups get 0 and no gradient: the caller completes them. What is not finite stays NaN.
+    Degenerate groups get 0 and no gradient: the caller pads them. What is not finite stays NaN.
     """
 
     @staticmethod

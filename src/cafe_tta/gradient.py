@@ -1,20 +1,60 @@
-"""Methods with gradients: everything but their loss."""
+"""Methods that take gradient steps: everything but their loss."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import AdapterConfig, StepConfig
-from cafe_tta.normalisation import Normaliser, norm_parameters
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.normalisation import Normalisation, Normaliser, norm_parameters
+from cafe_tta.options import option
 
 LARGEST_GRADIENT = 1e15  # a step along a larger one leaves weights that overflow in the next pass
 
 
+@dataclass(frozen=True)
+class StepConfig(AdapterConfig):
+    """Options that every method with gradient steps has.
+
+    >>> StepConfig(lr=1e-4, normalisation="blend").momentum
+    0.8
+    """
+
+    lr: float = option(1e-3, "Learning rate (Sec. 5.2).", least=0)
+    momentum: float = option(0.8, "Momentum of SGD (Sec. 5.2).", least=0, below=1)
+    optimizer: Literal["sgd", "adam"] = option("sgd", "The optimiser.")
+    max_change: float | None = option(
+        None, "Clips the gradient so that ‖lr·gradient‖ is at most this multiple of ‖weights‖.", above=0
+    )
+    parameters: Literal["all", "norm"] = option(
+        "all", "What moves in the backbone: all parameters, or only weight and bias of the normalisation layers."
+    )
+    normalisation: Normalisation = option(
+        "batch",
+        "What BatchNorm normalises with while adapting: the batch (the paper), the source's statistics, or a blend.",
+    )
+    blend: float = option(0.5, "Weight of the batch's statistics, for normalisation=blend.", least=0, most=1)
+    answer: Literal["before", "after", "after-eval"] = option(
+        "before",
+        "Which logits are returned: of the pass that made the loss, of a second pass after the step, or of a second "
+        "pass in evaluation mode.",
+    )
+    min_batch: int = option(
+        2, "A smaller batch is answered in evaluation mode where BatchNorm would normalise with the batch.", least=1
+    )
+    adapt_from: str | None = option(
+        None, "Name of a module of the model: everything before it stays fixed, and costs no backward pass."
+    )
+    sync_batchnorm: bool = option(
+        True, "With many ranks: whether BatchNorm normalises with the batch of all ranks, or each rank with its own."
+    )
+    every: int = option(1, "A step is taken on each n-th batch; every batch is answered.", least=1)
+
+
 def parameters_from(backbone: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters of a module, named as in the user's model, and of all that were defined after it."""
+    """The parameters of a module, named as in the user's model, and of all modules defined after it."""
     modules = [module for module, _ in backbone.named_modules()]
     found = [module for module in modules if module == name or module.removeprefix("model.") == name]
     if not found:
@@ -30,12 +70,22 @@ def parameters_from(backbone: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class GradientAdapter(Adapter):
-    """A method that takes a gradient step on each batch. A subclass is its `loss`."""
+    """A method that takes a gradient step on each batch. A subclass writes its `loss`.
+
+    >>> class Confident(GradientAdapter):
+    ...     name = "confident"
+    ...     def loss(self, features, logits):
+    ...         return -logits.softmax(1).max(1).values.mean()
+    >>> from cafe_tta import split_classifier
+    >>> adapter = Confident(split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))))
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, adapter.report.stepped
+    (torch.Size([8, 3]), True)
+    """
 
     Config: ClassVar[type[AdapterConfig]] = StepConfig
     config: StepConfig
     optimizer: torch.optim.Optimizer
-    notes: dict[str, float]  # what `loss` wants to have reported
+    notes: dict[str, float]  # filled by `loss`: what to report of the batch
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         """What a step makes smaller: a scalar."""
@@ -77,8 +127,8 @@ class GradientAdapter(Adapter):
         if self.counters.batches % self.config.every:
             with torch.no_grad():
                 features, logits = self.run(images)
-            self.normaliser.settle()
-            reason = self.unusable(features)
+            self.normaliser.average_statistics()
+            reason = self.why_unusable(features)
             skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
         features, logits = self.run(images)
@@ -86,7 +136,7 @@ class GradientAdapter(Adapter):
         refusal = self._backward(features, loss)
         if not refusal:
             self.optimizer.step()
-            self.normaliser.settle()
+            self.normaliser.average_statistics()
         self.optimizer.zero_grad(set_to_none=True)
         report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
         if refusal or self.config.answer == "before":
@@ -99,7 +149,7 @@ class GradientAdapter(Adapter):
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
-        if reason := self.unusable(features, loss):
+        if reason := self.why_unusable(features, loss):
             return reason
         loss.backward()
         self.ranks.add_gradients(self.moving())
@@ -108,16 +158,16 @@ class GradientAdapter(Adapter):
         if not norm < LARGEST_GRADIENT:
             return f"the norm of its gradient is {norm.item()}"
         if self.config.max_change is not None and self.config.lr > 0:
-            self._shorten(gradients, norm.item(), self.config.max_change)
+            self._clip(gradients, norm.item(), self.config.max_change)
         return ""
 
-    def _shorten(self, gradients: list[Tensor], norm: float, max_change: float) -> None:
-        """Keeps a step within a share of the weights: far from the source, the loss may be steep beyond measure."""
+    def _clip(self, gradients: list[Tensor], norm: float, max_change: float) -> None:
+        """Gradient clipping: ‖lr·gradient‖ ≤ max_change·‖weights‖. Far from the source, the loss may be very steep."""
         weights = torch.stack(torch._foreach_norm([p.detach() for p in self.moving()])).norm().item()
-        longest = max_change * weights / self.config.lr
-        if norm > longest:
-            torch._foreach_mul_(gradients, longest / norm)
-            self.notes["shortened"] = longest / norm
+        largest = max_change * weights / self.config.lr
+        if norm > largest:
+            torch._foreach_mul_(gradients, largest / norm)
+            self.notes["clipped"] = largest / norm
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {
@@ -145,12 +195,12 @@ class GradientAdapter(Adapter):
             if name.startswith("optimizer."):
                 _, number, key = name.split(".")
                 parameter = moving[int(number)]
-                # Adam's count of steps is a scalar that stays where it is; the rest goes where the parameter is.
+                # Adam's step count is a scalar that stays on its device; the rest moves to the parameter's device.
                 value = tensor.to(parameter) if tensor.shape == parameter.shape else tensor
                 self.optimizer.state[parameter][key] = value.clone()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """`.to()`, `.double()`, … move the optimiser's memory along."""
+        """Moves the optimiser's state along with `.to()`, `.double()` and the like."""
         super()._apply(fn, recurse)
         for parameter, memory in self.optimizer.state.items() if hasattr(self, "optimizer") else ():
             for key, value in memory.items():

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cafe_tta.gaussians import GroupedStatistics, SourceGaussians
-
-EIGENVALUE_FLOOR = 1e-3  # ε of Sec. 4.2; docs/choices.md says how it was found
+from cafe_tta.gaussians import EIGENVALUE_FLOOR, GroupedStatistics, SourceGaussians
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -48,8 +46,8 @@ def alignment(
 ) -> Tensor:
     """L_a: the symmetrised KL divergence between batch and source features, averaged over the groups (Eq. 2-3).
 
-    Exact as long as the batch has more images than the widest group has dimensions; what a smaller batch lacks is made
-    up by samples of the source itself (`gaussians.SourceGaussians.divergence`): every batch gives a finite loss.
+    Exact as long as the batch has more images than the widest group has dimensions; a smaller one is padded with source
+    moments (`SourceGaussians.divergence`), so that every batch gives a finite loss.
     """
     gaussians = source if isinstance(source, SourceGaussians) else SourceGaussians(source, eigenvalue_floor)
     divergence = gaussians.divergence(gaussians.moments(features), samples_per_dim)

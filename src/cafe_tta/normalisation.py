@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import channels
-from cafe_tta.ranks import ALONE, Ranks
+from cafe_tta.distributed import ALONE, Ranks
 
 Normalisation = Literal["batch", "source", "blend"]
 NORMALISATIONS = ("batch", "source", "blend")
@@ -52,7 +52,7 @@ class Normaliser:
         self._classifier = classifier
         self.ranks = ranks
         self.shared = shared
-        self._unsettled = False  # whether each rank's running statistics will have followed its own images
+        self._to_average = False  # whether the running statistics differ between ranks after this pass
         self.blending = False  # read by the layers' hooks
         self.updating = True
         if kind != "batch" and any(layer.running_mean is None for layer in self.layers):
@@ -73,7 +73,7 @@ class Normaliser:
         self._classifier.eval()
         self.blending = self.kind == "blend"
         self.updating = update
-        self._unsettled = update and not self.shared and self.uses_batch and self.ranks.acting
+        self._to_average = update and not self.shared and self.uses_batch and self.ranks.in_step
         if self.kind == "batch":
             for layer in self.layers:
                 layer.training = True
@@ -82,12 +82,12 @@ class Normaliser:
     def evaluating(self) -> None:
         """The next pass normalises with the running statistics."""
         self._classifier.eval()
-        self.blending = self._unsettled = False
+        self.blending = self._to_average = False
 
-    def settle(self) -> None:
-        """After a pass, and its backward pass: ranks that normalised apart average their running statistics."""
-        if self._unsettled:
-            self._unsettled = False
+    def average_statistics(self) -> None:
+        """Averages the running statistics of ranks that normalised separately, after a pass and its backward pass."""
+        if self._to_average:
+            self._to_average = False
             self.ranks.average(self._statistics())
 
     def batch_size(self, images: Tensor) -> int:

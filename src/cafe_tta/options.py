@@ -7,19 +7,19 @@
         grams: float = option(18.0, "Coffee in the basket.", above=0)
         grind: Literal["fine", "coarse"] = option("fine", "How the beans are ground.")
 
-`BrewConfig(grams=-1)` raises, `help(BrewConfig)` lists the options, `parse(BrewConfig, {"grams": "18"})` reads text, and
-`describe(BrewConfig)` is what the command line, the server's settings and the docs are made from.
+`BrewConfig(grams=-1)` raises, `help(BrewConfig)` lists the options, `parse(BrewConfig, {"grams": "18"})` reads text,
+and `describe(BrewConfig)` is what the command line, the server's settings and the docs are made from.
 """
 
+import inspect
 import math
 import numbers
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union
 
@@ -98,15 +98,18 @@ class Options:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _described: ClassVar[tuple["Described", ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        hints = typing.get_type_hints(cls).items()
+        cls._described = tuple(_described(cls, name, hint) for name, hint in hints if _is_option(cls, name))
         own = cls.__dict__.get("__doc__") or f"Options of {cls.__name__.removesuffix('Config')}."
-        lines = [f"    {described.name}: {described.sentence()}" for described in describe(cls)]
+        lines = [f"    {described.name}: {described.sentence()}" for described in cls._described]
         cls.__doc__ = "\n".join([own.rstrip(), "", "Options:", *lines]) if lines else own
 
     def __post_init__(self) -> None:
-        for described in describe(type(self)):
+        for described in self._described:
             described.check(getattr(self, described.name))
 
 
@@ -151,7 +154,9 @@ class Described:
             return
         expected = self._expected(value)
         if expected:
-            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}")
+            choices = [word for kind in _alternatives(self.hint) for word in typing.get_args(kind)]
+            hint = did_you_mean(str(value), [word for word in choices if isinstance(word, str)])
+            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}{hint}")
 
     def _expected(self, value: Any) -> str:
         """What was expected instead of this value; empty where it is good."""
@@ -163,7 +168,8 @@ class Described:
         if not any(_is_a(value, kind) for kind in kinds):
             return f"{' or '.join(map(_words, kinds))}{or_none}"
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and not self.rule.admits(float(value)):
-            return f"{self.rule.bounds() or 'finite'}{or_none}"
+            finite = ["finite"] if math.isinf(value) else []
+            return " and ".join(filter(None, [self.rule.bounds(), *finite])) + or_none
         return ""
 
     def parse(self, text: str) -> Any:
@@ -178,11 +184,9 @@ class Described:
         raise ValueError(f"expected `{self.name}` to be {self.allowed}, but got {text!r}")
 
 
-@cache
 def describe(config: type[Options]) -> tuple[Described, ...]:
     """The options of a class, in the order of their declaration."""
-    hints = typing.get_type_hints(config)
-    return tuple(_described(config, name, hint) for name, hint in hints.items() if _is_option(config, name))
+    return config._described
 
 
 def parse(config: type[Options], texts: Mapping[str, str], owner: str = "") -> dict[str, Any]:
@@ -257,7 +261,7 @@ def _described(config: type[Options], name: str, hint: Any) -> Described:
 def _own_field(config: type, name: str) -> Field[Any]:
     """A field of a class, also where the `dataclass` decorator has yet to run, as in `__init_subclass__`."""
     for base in config.__mro__:
-        if name in base.__dict__.get("__annotations__", {}):
+        if name in inspect.get_annotations(base):
             value = base.__dict__.get("__dataclass_fields__", {}).get(name, base.__dict__.get(name, MISSING))
             return value if isinstance(value, Field) else field(default=value)
     return field()

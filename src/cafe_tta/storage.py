@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,12 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[st
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected {_article(kind)} file")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = _header(file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except safetensors.SafetensorError as error:
-        raise StorageError(f"{path} is not a whole safetensors file ({error}); restore or make it again") from error
+    with _opened(path) as file:
+        header = _header(file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     if header.get("kind") != kind:
-        found = repr(header["kind"]) if "kind" in header else "no kind at all (a file of plain weights?)"
-        raise StorageError(f"{path}: expected {_article(kind)} file, but it holds {found}")
+        held = repr(header["kind"]) if "kind" in header else "no kind at all (a file of plain weights?)"
+        raise StorageError(f"{path}: expected {_article(kind)} file, but it holds {held}")
     if header.get("version") != version:
         raise StorageError(
             f"{path}: {kind} format version {header.get('version')}, but this release reads version {version}; "
@@ -87,6 +85,26 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[st
     return tensors, json.loads(header["meta"])
 
 
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The kind of a file that `write` made; empty for other safetensors files."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}")
+    with _opened(path) as file:
+        return str(_header(file.metadata()).get("kind", ""))
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], words: Mapping[str, str] | None = None) -> str:
+    """How two sets of settings differ, in words; empty where they do not. `words` replace the text for a name.
+
+    >>> differences({"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 0})
+    'lr=0.1 there, 0.2 here'
+    """
+    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    texts = {name: f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} here" for name in names}
+    return ", ".join((texts | {name: text for name, text in (words or {}).items() if name in texts}).values())
+
+
 def tensor_digest(tensor: Tensor) -> str:
     """A short hash of a tensor's shape and values, the same for every device and floating-point width."""
     values = tensor.detach().cpu()
@@ -95,6 +113,15 @@ def tensor_digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(repr(tuple(values.shape)).encode())
     digest.update(_bytes(values))
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise StorageError(f"{path} is not a whole safetensors file ({error}); restore or make it again") from error
 
 
 def _header(metadata: dict[str, str] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from cafe_tta import corruptions, data, models
 from cafe_tta.bench import evaluate as evaluate_module
 from cafe_tta.bench import protocols
 from cafe_tta.bench.evaluate import Reference, Stream, distance_before, evaluate
-from cafe_tta.bench.share import Share
+from cafe_tta.distributed import Share
 from cafe_tta.gaussians import SourceGaussians
 
 PREPROCESSING = models.Preprocessing(size=32, mean=(0.3, 0.3, 0.3), std=(0.35, 0.35, 0.35))

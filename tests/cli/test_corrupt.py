@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from cafe_tta import corruptions, data
 from cafe_tta.cli import app
-from cafe_tta.cli.corrupt import choose_names, choose_severities
+from cafe_tta.copies import choose_severities
+from cafe_tta.corruptions import CORRUPTIONS, Corruption, choose_names
 from cafe_tta.data.folder import read_image
 
 runner = CliRunner()
@@ -112,7 +113,7 @@ def test_imagenet_becomes_imagenet_c(tmp_path, monkeypatch):
 def test_images_of_a_folder_become_an_array_if_they_have_one_size(photos, tmp_path):
     options = ("--corruptions", "fog", "--severity", 1, "--layout", "cifar-c", "--no-contact-sheet")
     refused = run("--data", photos, "--output", tmp_path / "c", *options, code=2)
-    assert "do not fit one array" in refused.stderr and "--layout folder" in refused.stderr
+    assert "do not fit one array" in refused.stderr and "choose `layout` folder" in refused.stderr
     for odd in ("c0/0.jpg", "c1/3.jpg", "c0/6.bmp", "c0/tiny.png"):
         (photos / odd).unlink()
     said = run("--data", photos, "--output", tmp_path / "c", *options)
@@ -170,8 +171,8 @@ def test_a_folder_with_other_files_is_left_alone(photos, tmp_path):
         (("--severity", "3-1"), "but got '3-1'"),
         (("--preset", "cifr"), "did you mean 'cifar'?"),
         (("--layout", "folders"), "did you mean 'folder'?"),
-        (("--format", "gif"), "choose from: png, jpg"),
-        (("--format", "png"), "say --layout folder"),
+        (("--format", "gif"), "expected `format` to be one of 'png', 'jpg'"),
+        (("--format", "png"), "choose `layout` folder"),
         (("--data", "cifar10:test"), "cifar-10-python.tar.gz"),
     ],
 )
@@ -207,4 +208,15 @@ def test_the_preset_is_that_of_the_images_size(side, preset, tmp_path):
 def test_names_and_severities_are_in_the_usual_order():
     assert choose_names("all,held-out") == (*corruptions.NAMES, *corruptions.HELD_OUT)
     assert choose_names("spatter, fog ,held-out")[0] == "fog"
-    assert choose_severities(["5", "1,3-4"]) == (1, 3, 4, 5)
+    assert choose_severities("5,1,3-4") == (1, 3, 4, 5)
+
+
+def test_a_corruption_of_the_table_can_be_copied_at_once(tmp_path, monkeypatch):
+    rows = ((0.9,), (0.8,), (0.7,), (0.6,), (0.5,))
+    row = Corruption(20, "own", lambda images, streams, f: (images * f).astype(np.uint8), rows, rows, rows)
+    monkeypatch.setitem(CORRUPTIONS, "darken", row)
+    run("--data", "digits:test", "--output", tmp_path / "c", "--corruptions", "darken,fog", "--limit", 3)
+    copied = data.load(f"cifar10-c:darken-5@{tmp_path / 'c'}")
+    clean = data.load("digits:test").images(np.sort(np.random.default_rng(0).permutation(896)[:3]).tolist())
+    np.testing.assert_array_equal(copied.images([0, 1, 2]), (clean * 0.5).astype(np.uint8))
+    assert "darken" in run("--data", "digits", "--output", tmp_path / "d", "--corruptions", "rain", code=2).stderr

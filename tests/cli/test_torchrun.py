@@ -23,7 +23,8 @@ from cafe_tta.bench import source_side
 from cafe_tta.bench.experiments import DATASETS
 from cafe_tta.bench.records import read
 from cafe_tta.bench.source_side import SourceSide
-from cafe_tta.cli import app, torchrun
+from cafe_tta.cli import app
+from cafe_tta.distributed import Job, RankError, RankLost, Share
 
 SOURCE = Path(__file__).parents[2] / "src"
 TOKEN = "CAFE_TTA_TEST"  # an environment variable by which the processes of a launch are found
@@ -143,10 +144,10 @@ def threads(world, work, timeout=30.0, store=None):
     store = store or torch.distributed.HashStore()
 
     def rank(number):
-        job = torchrun.Job(torchrun.Rank(number, world), store, timeout)
+        job = Job(Share(number, world), store, timeout)
         try:
             return work(job)
-        except OSError as error:
+        except RankError as error:
             return error
 
     with ThreadPoolExecutor(world) as pool:
@@ -157,14 +158,14 @@ def test_every_claim_falls_to_one_rank_and_all_images_are_counted():
     shown = []
 
     def work(job):
-        job.bar = shown.append if job.rank == 0 else None
+        job.on_progress = shown.append if job.rank == 0 else None
         job.begin()
         own = [number for number in range(40) if job.claim(str(number))]
         for _ in own:
             job.advance(3)
-        job.tell(f"own {job.rank}", own)
+        job.publish(f"own {job.rank}", own)
         job.end()
-        return [job.hear(f"own {rank}") for rank in range(3)]
+        return [job.wait_for(f"own {rank}") for rank in range(3)]
 
     found = threads(3, work)
     assert found[0] == found[1] == found[2]
@@ -177,13 +178,13 @@ def test_a_rank_that_is_silent_is_named_by_the_one_before_it():
         job.begin()
         if job.rank == 1:
             return "silent"
-        job.meet("never")
+        job.barrier("never")
         return "met"
 
     found = threads(3, work, timeout=1.0)
-    assert found[1] == "silent" and isinstance(found[0], torchrun.RankLost)
+    assert found[1] == "silent" and isinstance(found[0], RankLost)
     message = (
-        r"rank 1 \(.+, process \d+\) has given no sign of life for 1 s: it hangs, or its machine is gone; see --timeout"
+        r"rank 1 \(.+, process \d+\) has sent no heartbeat for 1 s, the `timeout`: it hangs, or its machine is gone"
     )
     assert re.fullmatch(message, str(found[0]))
 
@@ -194,7 +195,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_one_line():
             raise RuntimeError("Connection reset by peer\nC++ stack trace")
 
     (found,) = threads(1, lambda job: job.claim("it"), store=Gone())
-    assert isinstance(found, ConnectionError)
+    assert isinstance(found, RankLost)
     assert re.fullmatch(r"lost the other ranks: nobody answers at .+ \(Connection reset by peer\)", str(found))
 
 
@@ -226,8 +227,8 @@ def test_three_ranks_give_what_one_process_gives(made, tmp_path):
     half = (*stats, "--batch-size", 100, "--shard", "2/2")
     bench = ("bench", "online", "--limit", 10, "--seeds", 1, "--corruptions", "fog,contrast,jpeg_compression")
     bench = (*bench, "--methods", "source,adabn,cafe,fr")
-    # Where adapters add up over ranks, a rank may have nothing to do: 120 images in batches of 59 leave 2 for three.
-    methods, batch = ("source,cafe,tent", 59) if hasattr(cafe, "ranks") else ("source", 39)
+    # A rank may have nothing to do: 120 images in batches of 59 leave 2 for three.
+    methods, batch = "source,cafe,tent", 59
     together = ("bench", "mixed", "--limit", 20, "--seeds", 1, "--methods", methods, "--set", f"batch_size={batch}")
     for name in ("spread", "together", "one", "one-together"):
         results(made, tmp_path / name)
@@ -303,12 +304,12 @@ def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, 
     with launched(2, [*command, 8, "--output", folder, "--timeout", SILENCE], tmp_path / "hangs") as job:
         job.wait(lambda: count() > done)
         job.signal(1, signal.SIGSTOP)
-        job.wait(lambda: "no sign of life" in job.err.read_text())
+        job.wait(lambda: "no heartbeat" in job.err.read_text())
         job.signal(1, signal.SIGCONT)  # or torchrun waits half a minute for it to heed its signal
         code, out, err = job.finish()
     assert code == 1 and out == "" and f"{done} of 32 runs are done already" in err
     done = count()
-    lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has given no sign of life for {SILENCE} s: .+; (\d+) of 32 runs"
+    lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has sent no heartbeat for {SILENCE} s, .+; (\d+) of 32 runs"
     told = re.search(lost, err)
     # Once it is let go on, it may write a few more before it heeds its signal.
     assert told and int(told[1]) <= done, err

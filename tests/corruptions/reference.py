@@ -20,7 +20,7 @@ import numpy.typing as npt
 from PIL import Image
 from scipy import ndimage
 
-from cafe_tta.corruptions.parameters import IDS
+from cafe_tta.corruptions import CORRUPTIONS
 from cafe_tta.corruptions.randomness import Streams, random_below, random_signed
 
 Picture = npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class Replay:
     """The random numbers of one image in the package."""
 
     def __init__(self, seed: int, name: str, severity: int, index: int) -> None:
-        self.rng = next(iter(Streams(seed, IDS[name], severity, np.array([index]))))
+        self.rng = next(iter(Streams(seed, CORRUPTIONS[name].id, severity, np.array([index]))))
 
     def normal(self, shape: tuple[int, ...]) -> Array:
         return self.rng.standard_normal(shape, np.float32).astype(np.float64)

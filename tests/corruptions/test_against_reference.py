@@ -5,8 +5,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from cafe_tta.corruptions import HELD_OUT, NAMES, PRESETS, corrupt
-from cafe_tta.corruptions.parameters import PARAMETERS
+from cafe_tta.corruptions import CORRUPTIONS, HELD_OUT, NAMES, PRESETS, corrupt
 
 from . import reference
 from .pictures import picture
@@ -32,7 +31,7 @@ def test_same_random_numbers_give_the_same_image(name: str, severity: int, prese
     image = picture(*SIZES[preset])
     ours = corrupt(image[None], name, severity, seed=3, preset=preset, indices=[7])[0].astype(int)
     draw = reference.Replay(3, name, severity, 7)
-    plain = getattr(reference, name)(image, PARAMETERS[preset][name][severity - 1], draw).astype(int)
+    plain = getattr(reference, name)(image, CORRUPTIONS[name].parameters(preset, severity), draw).astype(int)
     difference = np.abs(ours - plain)
     if name in EXACT:
         assert not difference.any()
@@ -47,7 +46,7 @@ def test_published_imagenet_size(name: str) -> None:
     image = picture(224, 224)
     ours = corrupt(image[None], name, 1, seed=3, preset="imagenet")[0].astype(int)
     draw = reference.Replay(3, name, 1, 0)
-    plain = getattr(reference, name)(image, PARAMETERS["imagenet"][name][0], draw).astype(int)
+    plain = getattr(reference, name)(image, CORRUPTIONS[name].parameters("imagenet", 1), draw).astype(int)
     assert np.abs(ours - plain).max() <= 1
     assert (ours != plain).mean() < 0.015
 
@@ -62,7 +61,7 @@ def test_noise_has_the_published_distribution(name: str, severity: int, preset: 
     writings.
     """
     draw = reference.Fresh(severity)
-    row = PARAMETERS[preset][name][severity - 1]
+    row = CORRUPTIONS[name].parameters(preset, severity)
     for level in (0, 1, 40, 128, 230, 255):
         image = np.full((1, 80, 100, 3), level, np.uint8)
         ours = np.bincount(corrupt(image, name, severity, seed=11, preset=preset).ravel(), minlength=256)
@@ -112,7 +111,7 @@ def test_fresh_random_numbers_give_the_same_distribution(name: str, severity: in
     image = picture(*SIZES[preset])
     batch = np.broadcast_to(image, (count, *image.shape))
     ours = np.array([features(x, image) for x in corrupt(batch, name, severity, seed=5, preset=preset)])
-    row, draw = PARAMETERS[preset][name][severity - 1], reference.Fresh(severity)
+    row, draw = CORRUPTIONS[name].parameters(preset, severity), reference.Fresh(severity)
     plain = np.array([features(getattr(reference, name)(image, row, draw), image) for _ in range(count)])
     error = np.sqrt((ours.var(0, ddof=1) + plain.var(0, ddof=1)) / count)
     assert (np.abs(ours.mean(0) - plain.mean(0)) <= limit * error + 1e-9).all()

@@ -6,7 +6,16 @@ import sys
 import numpy as np
 import pytest
 
-from cafe_tta.corruptions import HELD_OUT, NAMES, PRESETS, corrupt, frost_is_standard, textures
+from cafe_tta.corruptions import (
+    CORRUPTIONS,
+    HELD_OUT,
+    NAMES,
+    PRESETS,
+    Corruption,
+    corrupt,
+    frost_is_standard,
+    textures,
+)
 
 from .pictures import pictures
 
@@ -131,3 +140,17 @@ def test_frost_without_the_published_textures(monkeypatch: pytest.MonkeyPatch) -
     finally:
         for function in clear:
             function.cache_clear()
+
+
+def test_a_corruption_is_added_with_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def darken(images: np.ndarray, streams: object, factor: float) -> np.ndarray:
+        return (images * factor).astype(np.uint8)
+
+    rows = ((0.9,), (0.8,), (0.7,), (0.6,), (0.5,))
+    row = Corruption(20, "own", darken, rows, rows, rows, smallest_side=lambda factor: 2)
+    monkeypatch.setitem(CORRUPTIONS, "darken", row)
+    assert corrupt(np.full((3, 4, 4, 3), 100, np.uint8), "darken", 5).tolist() == np.full((3, 4, 4, 3), 50).tolist()
+    with pytest.raises(ValueError, match="needs images of at least 2 x 2 pixels, got 1 x 4"):
+        corrupt(np.zeros((1, 1, 4, 3), np.uint8), "darken", 5)
+    with pytest.raises(ValueError, match="did you mean 'darken'"):
+        corrupt(IMAGES, "darkn", 5)

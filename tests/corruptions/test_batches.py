@@ -1,6 +1,7 @@
 """The result for an image depends on the image, the arguments and its index, and on nothing else."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cafe_tta.corruptions import HELD_OUT, NAMES, PRESETS, corrupt, dispatch
+from cafe_tta.corruptions import CORRUPTIONS, HELD_OUT, NAMES, PRESETS, corrupt
 
 from .pictures import pictures
 
@@ -35,8 +36,7 @@ def test_any_split_and_order_of_the_batch_gives_the_same_images(name: str, data:
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = corrupt(IMAGES, name, 4)
-    monkeypatch.setattr(dispatch, "BLOCK", 2 * IMAGES[0].size)
-    monkeypatch.setattr(dispatch, "ZOOM_BLOCK", 2 * IMAGES[0].size)
+    monkeypatch.setitem(CORRUPTIONS, name, replace(CORRUPTIONS[name], block=2 * IMAGES[0].size))
     np.testing.assert_array_equal(corrupt(IMAGES, name, 4), whole)
 
 

@@ -1,4 +1,4 @@
-"""Copies in arrays, and runs that are stopped, through the command that makes them."""
+"""Copies in arrays, and jobs that are stopped, from Python and through the command."""
 
 import os
 import re
@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from typer.testing import CliRunner
 
-from cafe_tta import corruptions, data
+from cafe_tta import copies, corruptions, data
 from cafe_tta.cli import app
-from cafe_tta.data.copies import arrays
+from cafe_tta.copies import arrays
 
 runner = CliRunner()
 
@@ -156,3 +157,40 @@ def test_a_polite_stop_says_how_to_go_on(tmp_path):
     _, said = child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGTERM
     assert re.fullmatch(r"interrupted: \d+ of 134775 copies made; the same command goes on\n", said)
+
+
+def test_python_makes_the_same_copies_and_continues_after_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 3072 * 10)
+    digits = data.load("digits:test")
+    options = {"corruptions": ["fog", "contrast"], "severities": [2, 5], "limit": 25, "layout": "arrays"}
+    amounts = []
+
+    def stop_early(amount):
+        amounts.append(amount)
+        if len(amounts) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copies.make(digits, tmp_path / "a", advance=stop_early, **options)
+    assert amounts == [10, 10, 5]
+    amounts.clear()
+    made = copies.make(digits, tmp_path / "a", advance=amounts.append, **options)
+    assert sum(amounts) == 100 and made.left_out == () and made.contact_sheet == tmp_path / "a/contact-sheet.png"
+    assert made.settings.corruptions == ("fog", "contrast") and made.settings.severities == (2, 5)
+    flags = ("--corruptions", "fog,contrast", "--severity", "2,5", "--limit", 25, "--layout", "arrays")
+    run("--data", "digits:test", "--output", tmp_path / "b", *flags)
+    for path in tmp_path.glob("b/*/*"):
+        assert (tmp_path / "a" / path.relative_to(tmp_path / "b")).read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="was made with other settings: seed 0 there, 1 now; choose another `output`"):
+        copies.make(digits, tmp_path / "a", seed=1, **options)
+
+
+def test_worker_processes_need_an_image_set_that_can_be_loaded(tmp_path):
+    nameless = data.ArraySet("mine", data.load("digits:test").array[:4])
+    with pytest.raises(ValueError, match="expected an image set that worker processes can load, but 'mine' is not one"):
+        copies.make(nameless, tmp_path / "c", corruptions="fog", workers=2)
+    assert copies.make(nameless, tmp_path / "c", corruptions="fog", contact_sheet=False).contact_sheet is None
+    with pytest.raises(ValueError, match="expected `workers` to be at least 1, but got 0"):
+        copies.make(nameless, tmp_path / "c", corruptions="fog", workers=0)
+    with pytest.raises(ValueError, match="expected `layout` to be one of .* but got 'folders'; did you mean 'folder'"):
+        copies.make(nameless, tmp_path / "c", layout="folders")

@@ -8,14 +8,14 @@ import pytest
 from PIL import Image
 
 from cafe_tta import data
-from cafe_tta.data.digest import SAMPLED_IMAGES, array_digest
+from cafe_tta.data.imageset import SAMPLED_IMAGES, array_digest
 
 RANDOM = np.random.default_rng(0)
 
 
 @pytest.fixture
 def cifar_c(tmp_path):
-    """Three images, whose every pixel tells corruption, severity and place."""
+    """Three images, whose every pixel encodes corruption, severity and index."""
     for number, name in enumerate(("gaussian_noise", "fog", "spatter")):
         values = np.arange(15, dtype=np.uint8) + 20 * number  # severity 1 first
         np.save(tmp_path / f"{name}.npy", np.broadcast_to(values[:, None, None, None], (15, 4, 4, 3)))
@@ -37,7 +37,7 @@ def test_one_domain_is_an_image_set_like_any_other(cifar_c):
     fog = data.load(f"cifar100-c:fog-2@{cifar_c}")
     assert not isinstance(fog, data.CorruptedSet)
     assert fog.name == f"cifar100-c:fog-2@{cifar_c}" and fog.item_name(2) == "2"
-    (batch,) = data.batches(fog, 8)
+    (batch,) = data.Loader(fog, None, 8).batches()
     assert batch.images[:, 0, 0, 0].tolist() == [23, 24, 25] and fog.labels.tolist() == [7, 0, 9]
     assert fog.digest() != data.load(f"cifar100-c:fog-1@{cifar_c}").digest()
 

@@ -147,7 +147,7 @@ def test_images_of_different_sizes_are_only_read_one_by_one(tmp_path):
     with pytest.raises(ValueError, match="different sizes"):
         folder.images([0, 1])
     with pytest.raises(ValueError, match="different sizes"):
-        list(data.batches(folder, 2))
+        list(data.Loader(folder, None, 2))
 
 
 # Kinds of images
@@ -228,7 +228,7 @@ def test_broken_images_are_listed_and_left_out(tmp_path):
     for number in range(5):
         write(tmp_path / f"good{number}.png", grey(number, 4 + number, 7))
     unreadable: list[data.Unreadable] = []
-    found = list(data.batches(data.load(tmp_path), 2, small, unreadable=unreadable))
+    found = list(data.Loader(data.load(tmp_path), small, 2).batches(unreadable=unreadable))
     assert [len(batch.images) for batch in found] == [2, 2, 1]
     assert [name for batch in found for name in batch.names] == [f"good{i}.png" for i in range(5)]
     assert torch.cat([batch.images for batch in found])[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
@@ -259,14 +259,14 @@ def numbered(count: int) -> data.ArraySet:
 
 
 def test_batches_without_a_preprocessing_are_the_pixels():
-    (batch,) = data.batches(numbered(3), 4)
+    (batch,) = data.Loader(numbered(3), None, 4).batches()
     assert batch.images.dtype == torch.uint8 and batch.images.shape == (3, 2, 2, 3)
 
 
 @given(count=st.integers(1, 20), size=st.integers(1, 7), workers=st.integers(0, 2))
 def test_batches_come_in_order_whoever_reads_them(count, size, workers):
     order = np.random.default_rng(count).permutation(count)
-    found = list(data.batches(numbered(count), size, small, order=order, workers=workers))
+    found = list(data.Loader(numbered(count), small, size, order=order, workers=workers).batches())
     assert np.concatenate([batch.indices for batch in found]).tolist() == order.tolist()
     assert all(len(batch.images) == size for batch in found[:-1])
     assert found[-1].consumed == count
@@ -278,13 +278,52 @@ def test_a_stream_goes_on_where_it_was_left(workers, tmp_path):
         write(tmp_path / f"{number}.png", grey(number))
     (tmp_path / "2x.png").write_bytes(b"")
     folder = data.load(tmp_path)
-    whole = list(data.batches(folder, 2, small))
+    whole = list(data.Loader(folder, small, 2).batches())
     for stop, batch in enumerate(whole):
-        rest = list(data.batches(folder, 2, small, start=batch.consumed, workers=workers))
+        rest = list(data.Loader(folder, small, 2, workers=workers).batches(batch.consumed))
         assert [other.names for other in rest] == [other.names for other in whole[stop + 1 :]]
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 1, "workers": -1}])
 def test_batches_refuse_impossible_numbers(options):
     with pytest.raises(ValueError, match="expected `"):
-        next(data.batches(numbered(1), **options))
+        data.Loader(numbered(1), **options)
+
+
+def test_a_loader_gives_labels_and_reports_what_it_read_on_every_pass(tmp_path):
+    for number in range(5):
+        write(tmp_path / f"{number}.png", grey(number))
+    (tmp_path / "3.png").write_bytes(b"")
+    amounts: list[int] = []
+    loader = data.Loader(data.load(tmp_path), small, 2, labels=np.arange(10, 15), advance=amounts.append)
+    for _ in range(2):
+        amounts.clear()
+        assert [labels.tolist() for _, labels in loader] == [[10, 11], [12, 14]]
+        assert amounts == [2, 3] and [item.name for item in loader.unreadable] == ["3.png"]
+
+
+def test_a_data_set_is_added_with_a_reader_and_a_line(monkeypatch):
+    monkeypatch.setitem(
+        data.DATASETS, "numbers", data.NamedSet(lambda rest: numbered(int(rest)), ("numbers:N",), False)
+    )
+    assert len(data.load("numbers:3")) == 3
+    with pytest.raises(ValueError, match=r"did you mean 'numbers:3'\?; choose from: .*, numbers:N"):
+        data.load("number:3")
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "expected"),
+    [
+        (("cat", "dog"), ("dog", "cat", "owl"), [1, 0, 0]),  # by name, in the model's order
+        (("cat", "emu"), ("dog", "cat", "owl"), [1, -1, -1]),
+        (("2", "7"), None, [2, -1, -1]),  # folders that are called by their numbers
+        (None, None, [0, 1, 1]),
+        (("a", "b", "c"), None, [0, 1, 1]),  # as many classes as the model has
+        (("emu", "ibis"), ("dog", "cat", "owl"), "no class folder is called like a class of the model"),
+        (("a", "b"), None, "there are 2 classes, but the model has 3, without names"),
+    ],
+)
+def test_labels_become_the_models_numbers(names, classes, expected):
+    images = data.ArraySet("toy", numbered(3).array, np.array([0, 1, 1]), names)
+    labels, reason = data.match_labels(images, classes, num_classes=3)
+    assert (reason if labels is None else labels.tolist()) == expected

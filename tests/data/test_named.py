@@ -15,8 +15,8 @@ from PIL import Image
 from scipy.io import savemat
 
 from cafe_tta import data
-from cafe_tta._torchvision import import_torchvision
 from cafe_tta.data.imagenet import central
+from cafe_tta.models import import_torchvision
 
 datasets = import_torchvision().datasets
 RANDOM = np.random.default_rng(0)

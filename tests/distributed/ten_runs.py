@@ -18,7 +18,7 @@ def run(rank: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
-    with cafe.ranks.joined(timeout=120):
+    with cafe.distributed.joined(timeout=120):
         adapter = cafe.create("infomax", cafe.split_classifier(network))
         adapter(torch.randn(4, 3, 6, 6))
 

@@ -144,29 +144,44 @@ def test_one_process_imports_and_pays_nothing(source):
         "net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), "
         "torch.nn.Linear(64, 3))\n"
         "adapter = cafe.create('tent', cafe.split_classifier(net)); adapter(torch.randn(4, 3, 6, 6))\n"
-        "print([name for name in sys.modules if name.startswith('cafe_tta.ranks')])\n"
+        "print(sorted(name for name in sys.modules if name.startswith('cafe_tta.distributed')))\n"
         "print(len(net[1]._forward_hooks) + sum(len(m._forward_pre_hooks) for m in adapter.modules()))\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True)
-    assert run.stdout.splitlines() == ["['cafe_tta.ranks']", "0"]
+    modules = [f"cafe_tta.distributed{name}" for name in ("", ".ranks", ".job")]  # nothing that synchronises
+    assert run.stdout.splitlines() == [str(sorted(modules)), "0"]
 
 
 def test_without_torchrun_there_is_one_rank(monkeypatch, source):
     monkeypatch.delenv("RANK", raising=False)
-    with cafe.ranks.joined() as rank:
+    with cafe.distributed.joined() as rank:
         assert rank == 0
         adapter = cafe.Infomax(source.classifier)
         adapter(source.corrupted)
     assert "bytes" not in adapter.report.notes
-    with pytest.raises(ValueError, match="expected `timeout` to be above 0 seconds, but got 0"), cafe.ranks.joined(0):
+    message = "expected `timeout` to be above 0 seconds, but got 0"
+    with pytest.raises(ValueError, match=message), cafe.distributed.joined(0):
         pass
+
+
+def test_the_former_names_still_work_and_say_what_to_write(source):
+    with pytest.warns(DeprecationWarning, match="write `cafe_tta.distributed.joined` instead of `cafe_tta.ranks.joi"):
+        assert cafe.ranks.joined is cafe.distributed.joined
+    with pytest.raises(AttributeError, match="`cafe_tta.ranks` has no attribute `leave`; see `cafe_tta.distributed`"):
+        cafe.ranks.leave  # noqa: B018
+    with pytest.warns(DeprecationWarning, match="Outside: write `distributed` instead of `adds_up`"):
+
+        class Outside(cafe.Infomax):
+            adds_up = False
+
+    assert not Outside.distributed and cafe.Infomax.distributed
 
 
 def test_a_process_group_of_one_is_one_process(source, tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         alone = cafe.Infomax(source.classifier)
-        assert alone.ranks is cafe.ranks.ALONE
+        assert alone.ranks is cafe.distributed.ALONE
     finally:
         distributed.destroy_process_group()
     torch.testing.assert_close(

@@ -76,7 +76,7 @@ def create(name: str, **options: object) -> cafe.Adapter:
 
 
 def alone(name: str, **options: object) -> cafe.Adapter:
-    with cafe.ranks.apart():
+    with cafe.distributed.apart():
         return create(name, **options)
 
 
@@ -367,7 +367,7 @@ def hang(rank: int, path: str) -> None:
 
 def main() -> None:
     job, path = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "")
-    with cafe.ranks.joined(timeout=float(os.environ.get("RANKS_TIMEOUT", "120"))) as rank:
+    with cafe.distributed.joined(timeout=float(os.environ.get("RANKS_TIMEOUT", "120"))) as rank:
         globals()[job](rank, path)
     print(f"done: {job} on rank {rank}", flush=True)
 

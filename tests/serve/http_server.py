@@ -53,7 +53,7 @@ def shared_files(factory: pytest.TempPathFactory) -> Files:
 
 def make_files(folder: Path) -> Files:
     torch.manual_seed(0)
-    classifier = cafe.split_classifier(models.laid_out(models.build("cafe:digits-resnet", num_classes=10))).eval()
+    classifier = cafe.split_classifier(models.channels_last(models.build("cafe:digits-resnet", num_classes=10))).eval()
     images = PREPROCESSING(digits(512, "train"))
     classifier.train()
     with torch.no_grad():

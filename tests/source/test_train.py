@@ -1,16 +1,21 @@
 """Training of the source classifier: schedule, SWAG, resuming, and what is refused."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cafe_tta.classifier import SplitClassifier, split_classifier
+from cafe_tta.models import ModelOptions
 from cafe_tta.source.swag import SwagCollector
 from cafe_tta.source.train import Progress, TrainConfig, TrainResult, augmented, collect_swag, train
+from cafe_tta.source.train_folder import TrainingRun
 
 CONFIG = TrainConfig(epochs=3, batch_size=16, lr=0.05, swag_epochs=3, swag_lr=0.02, collections_per_epoch=2)
 
@@ -200,8 +205,12 @@ def test_training_that_diverges_stops_and_leaves_the_checkpoint(tmp_path: Path, 
     with pytest.raises(RuntimeError, match=text):
         train(linear, images, labels, config, path, keep)
     assert not path.exists()
-    with pytest.raises(RuntimeError, match="the weights became NaN or infinite in epoch 1 at"):
-        train(network(), images, labels, replace(config, batch_size=100, swag_lr=math.inf), path, keep)
+    with (
+        pytest.raises(RuntimeError, match="the weights became NaN or infinite in epoch 1 at"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(TrainConfig, "learning_rate", lambda self, epoch: math.inf)
+        train(network(), images, labels, replace(config, batch_size=100), path, keep)
     assert not path.exists()
     with pytest.raises(RuntimeError, match="in epoch 2 at learning rate"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainConfig, "learning_rate", lambda self, epoch: 0.01 if epoch < 1 else lr)
@@ -272,8 +281,9 @@ def test_crops_move_images_and_repeat_their_border() -> None:
         ({"epochs": 0, "swag_epochs": 0}, "expected `epochs` to be at least 1, as `swag_epochs` is 0, but got 0"),
         ({"batch_size": 0}, "expected `batch_size` to be at least 1, but got 0"),
         ({"lr": float("nan")}, "expected `lr` to be at least 0, but got nan"),
+        ({"swag_lr": math.inf}, "expected `swag_lr` to be at least 0, but got inf"),
         ({"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
-        ({"augment": "flip"}, "expected `augment` to be one of crop-flip, crop, none, but got 'flip'"),
+        ({"augment": "flip"}, "expected `augment` to be one of 'crop-flip', 'crop', 'none', but got 'flip'"),
         ({"swag_epochs": 1, "collections_per_epoch": 1}, "expected at least 2 collections for SWAG, but got 1"),
     ],
 )
@@ -299,3 +309,47 @@ def test_bad_data_are_refused() -> None:
         train(classifier, images.clone().index_fill_(0, torch.tensor([4]), float("nan")), labels, CONFIG)
     with pytest.raises(ValueError, match="an epoch of 1 steps cannot collect weights 2 times"):
         train(classifier, images, labels, replace(CONFIG, batch_size=100))
+
+
+# A run and its folder
+
+
+def test_a_run_from_python_continues_and_knows_when_it_is_finished(tmp_path: Path) -> None:
+    config = TrainConfig(epochs=2, swag_epochs=0, batch_size=256, augment="crop")
+    options = ModelOptions("cafe:digits-resnet", mean=(0.5, 0.5, 0.5), device="cpu")
+    whole = TrainingRun("digits:test", tmp_path / "whole", options, config, test="digits:test")
+    report = whole.train()
+    assert report["images"] == 896 and report["test_accuracy"] == pytest.approx(report["train_accuracy"])
+
+    @contextmanager
+    def interrupting(description: str, total: int) -> Iterator[Callable[[int], None]]:
+        def advance(amount: int) -> None:
+            if description == "training" and amount:
+                raise Interrupted
+
+        yield advance
+
+    cut = replace(whole, output=tmp_path / "cut")
+    with pytest.raises(Interrupted):
+        cut.train(progress=interrupting)
+    assert cut.epochs_done == 1 and cut.finished() is None
+    cut.train()
+    first, second = (run.output / "model.safetensors" for run in (whole, cut))
+    assert first.read_bytes() == second.read_bytes() and not cut.checkpoint.exists()
+    finished = whole.finished()
+    assert finished == report
+    text = whole.report.read_text().replace('"mean": "0.5,0.5,0.5"', '"mean": "0.50,.5,0.5"')  # as a user wrote it
+    whole.report.write_text(text)
+    assert whole.finished() is not None
+    with pytest.raises(
+        ValueError, match=r"other settings: lr=0.1 there, 0.2 now; choose another `output`, or clear it"
+    ):
+        replace(whole, config=replace(config, lr=0.2)).finished()
+    whole.clear()
+    assert list(whole.output.iterdir()) == []
+
+
+def test_a_run_without_labels_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((3, 32, 32, 3), np.uint8))
+    with pytest.raises(ValueError, match="expected labelled images, but arrays:.* has no class folders and no labels"):
+        TrainingRun(f"arrays:{tmp_path}", tmp_path / "model").train()

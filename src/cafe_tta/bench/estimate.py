@@ -12,8 +12,7 @@ from cafe_tta import data
 from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, plan
 from cafe_tta.bench.source_side import Say, SourceOptions, SourceSide
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
 
 BATCH = 64
 REPEATS = 3

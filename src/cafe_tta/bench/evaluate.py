@@ -12,14 +12,14 @@ from cafe_tta import corruptions, stream
 from cafe_tta.adapter import Adapter
 from cafe_tta.bench.experiments import Mode
 from cafe_tta.bench.protocols import Domain, Episode, Indices
-from cafe_tta.bench.share import Share
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.data import CorruptedSet, ImageSet
+from cafe_tta.distributed import Share
 from cafe_tta.gaussians import SourceGaussians
 from cafe_tta.losses import alignment
 from cafe_tta.metrics import FrechetReference
 from cafe_tta.models import Preprocessing
-from cafe_tta.stats import FeatureStats
+from cafe_tta.source.stats import FeatureStats
 
 EVALUATION_BATCH = 256
 LARGEST_IN_MEMORY = 2**30  # bytes of corrupted images that are kept; larger episodes are made again on each pass

@@ -5,10 +5,9 @@ a data set is one value below. Methods come from the registry; nothing here know
 """
 
 import re
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cafe_tta import corruptions
 from cafe_tta import options as text_options
@@ -213,7 +212,7 @@ def plan(
         raise ValueError(f"experiment {experiment!r} is not for {data.name}; choose from: {', '.join(chosen.datasets)}")
     if mode not in (None, *MODES):
         raise ValueError(f"expected `mode` to be 'online' or 'offline', but got {mode!r}")
-    mode = typing.cast(Mode, mode or chosen.mode)
+    mode = cast(Mode, mode or chosen.mode)
     preset = f"{data.preset}-online" if mode == "online" else data.preset
     labels = row_labels(methods) if methods else chosen.methods or _rivals()
     rows = [_row(label, preset, options or {}) for label in labels]
@@ -280,11 +279,7 @@ def _split_row(label: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parse(name: str, settings: Iterable[str]) -> dict[str, Any]:
-    texts = text_options.split_assignments(settings)
-    hints = typing.get_type_hints(method(name).Config)
-    text_options.require_known(texts, hints, name)
-    plain = text_options._Rule("")
-    return {name: text_options.Described(name, hints[name], None, plain).parse(text) for name, text in texts.items()}
+    return text_options.parse(method(name).Config, text_options.split_assignments(settings), name)
 
 
 def _rivals() -> list[str]:

@@ -21,10 +21,9 @@ from cafe_tta.bench.evaluate import Distance, Outcome, Reference, Stream, distan
 from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, read
-from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import Say, SourceOptions, SourceSide
-from cafe_tta.gaussians import SourceGaussians
-from cafe_tta.losses import EIGENVALUE_FLOOR
+from cafe_tta.distributed import Share
+from cafe_tta.gaussians import EIGENVALUE_FLOOR, SourceGaussians
 from cafe_tta.methods import METHODS
 from cafe_tta.metrics import FrechetReference
 

@@ -15,9 +15,9 @@ from cafe_tta import data, models
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.stats import FeatureStats, SourceStats
 from cafe_tta.source.swag import Posterior
 from cafe_tta.source.train import TrainConfig, collect_swag, train
-from cafe_tta.stats import FeatureStats, SourceStats
 
 Say = Callable[[str], None]
 BATCH = 256
@@ -55,7 +55,7 @@ class SourceSide:
         folder.mkdir(parents=True, exist_ok=True)
         self._loaded = self._load_model()
         self.preprocessing = self._loaded.preprocessing
-        self.classifier: SplitClassifier = split_classifier(models.laid_out(self._loaded.model))
+        self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
         self._groups: dict[tuple[int, int | None], SourceStats] = {}
 
     @cached_property

@@ -9,10 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 import cafe_tta
-from cafe_tta.cli import torchrun
 from cafe_tta.cli.adapt import adapt
 from cafe_tta.cli.bench import bench
-from cafe_tta.cli.console import say
+from cafe_tta.cli.console import only_rank_0_prints, say, say_error
 from cafe_tta.cli.corrupt import corrupt
 from cafe_tta.cli.demo import demo
 from cafe_tta.cli.methods import methods
@@ -21,6 +20,7 @@ from cafe_tta.cli.serve import serve
 from cafe_tta.cli.simulate import simulate
 from cafe_tta.cli.stats import stats
 from cafe_tta.cli.train import train
+from cafe_tta.distributed import Share, torchrun_share
 
 # What a user can put right: one line, no traceback. storage.StorageError is a ValueError; RuntimeError is for moments,
 # such as a download that fails or a device without memory left.
@@ -33,7 +33,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
-            with torchrun.only_the_first_speaks():
+            with only_rank_0_prints():
                 return super().invoke(ctx)
         except (
             typer.Exit,
@@ -42,14 +42,13 @@ class _Group(TyperGroup):
         ):  # `cafe-tta methods | head` breaks a pipe: Typer ends quietly
             raise
         except KeyboardInterrupt as error:
-            if not (rank := torchrun.rank()) or not rank.number:
+            if not (torchrun_share() or Share()).rank:
                 say(f"interrupted{f': {error}' if str(error) else ''}")
             raise typer.Exit(getattr(error, "exit_code", 130)) from None
         except EXPECTED as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            say(f"{torchrun.name_of_rank()}error: {describe(error)}")
-            torchrun.tell_torchrun(describe(error))
+            say_error(describe(error))
             raise typer.Exit(2) from None
 
     def main(
@@ -131,7 +130,7 @@ def start(
     """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
-    elif ctx.invoked_subcommand not in SHARED and torchrun.rank() is not None:
+    elif ctx.invoked_subcommand not in SHARED and torchrun_share() is not None:
         raise ValueError(f"{ctx.invoked_subcommand} runs in one process; torchrun is for: {', '.join(SHARED)}")
 
 

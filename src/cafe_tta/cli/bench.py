@@ -13,13 +13,14 @@ from cafe_tta.bench import estimate, jobs
 from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.records import RECORDS
 from cafe_tta.bench.runner import Runner
-from cafe_tta.bench.share import Share
 from cafe_tta.bench.source_side import SourceOptions, SourceSide
 from cafe_tta.cli import bench_flags as flags
-from cafe_tta.cli import inputs, torchrun
-from cafe_tta.cli.console import Interrupted, progress, say, show_table
-from cafe_tta.cli.corrupt import choose_names
+from cafe_tta.cli import inputs
+from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
 from cafe_tta.cli.report import show_report_table
+from cafe_tta.corruptions import choose_names
+from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
+from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
 
 
 def bench(
@@ -51,7 +52,7 @@ def bench(
     mean: inputs.MeanOption = None,
     std: inputs.StdOption = None,
     synchronised: flags.Synchronised = False,
-    timeout: torchrun.TimeoutOption = torchrun.TIMEOUT,
+    timeout: inputs.TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
     """Run an experiment of the paper: many methods, corruptions and seeds, each run recorded as it ends.
 
@@ -66,7 +67,7 @@ def bench(
     file, widest = None if weights is None else Path(weights), max_group_size or None
     swag = (posterior, swag_epochs, swag_lr)
     options = SourceOptions(file, num_classes, source_limit, *swag, num_groups, widest)
-    if (listing or show_episodes) and (own := torchrun.rank()) and own.number:
+    if (listing or show_episodes) and (own := torchrun_share()) and own.rank:
         return  # one process is enough
     if listing:
         _show_experiments(chosen, options)
@@ -92,10 +93,10 @@ def _run(planned: Plan, options: SourceOptions, folder: Path, synchronised: bool
     def make(share: Share) -> Runner:
         return Runner(planned, SourceSide(planned.dataset, folder / "source", options, say), folder, share)
 
-    if torchrun.rank() is None:
+    if torchrun_share() is None:
         work(make(Share()))
     else:
-        with torchrun.joined(timeout) as job:
+        with torchrun_job(timeout) as job:
             _work_with_others(job, make, folder, synchronised)
         if job.rank:
             return
@@ -109,7 +110,7 @@ def _check_synchronised(planned: Plan) -> None:
     jobs.check_synchronised(planned)
 
 
-def work(runner: Runner, job: torchrun.Job | None = None) -> None:
+def work(runner: Runner, job: Job | None = None) -> None:
     """Does the missing runs, with a progress bar; Ctrl-C says how far it came."""
     for note in runner.notes():
         say(note)
@@ -119,18 +120,18 @@ def work(runner: Runner, job: torchrun.Job | None = None) -> None:
             if job is None:
                 runner.work(advance=advance)
             else:
-                job.bar = advance
+                job.on_progress = advance
                 jobs.work(runner, job)
-                job.bar = None
+                job.on_progress = None
     except KeyboardInterrupt as error:
         number = getattr(error, "exit_code", 128 + signal.SIGINT) - 128
         raise Interrupted(runner.progress(), number) from None
 
 
-def _work_with_others(job: torchrun.Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
+def _work_with_others(job: Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
     runner = jobs.join(job, make, folder, synchronised)
     try:
-        with torchrun.told_to_stop(job), job.group(torchrun.best_backend()) if synchronised else nullcontext():
+        with sigterm_interrupts(), job.process_group() if synchronised else nullcontext():
             work(runner, job)
     except (TimeoutError, ConnectionError, RuntimeError) as error:  # the other ranks, or the machine
         raise RuntimeError(f"{error}; {runner.progress()}") from error

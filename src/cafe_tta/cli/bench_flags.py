@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS
-from cafe_tta.cli import torchrun
+from cafe_tta.cli import inputs
 
 _SOURCE, _WHAT = "The source side", "What is run"
 
@@ -77,6 +77,6 @@ Synchronised = Annotated[
         "--synchronised",
         help="All ranks do every run together, each with its part of every batch, as one adapter; otherwise each rank "
         "does runs of its own.",
-        rich_help_panel=torchrun.PANEL,
+        rich_help_panel=inputs.TORCHRUN,
     ),
 ]

@@ -1,16 +1,22 @@
 """Results go to stdout; progress, notes and errors to stderr, and progress only where somebody watches."""
 
+import json
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from cafe_tta.distributed import Share, torchrun_share
 
 Advance = Callable[[int], None]
 
@@ -97,3 +103,43 @@ def readable_bytes(size: int) -> str:
         return f"{size} bytes"
     power = min(len(str(size)) // 3 if len(str(size)) % 3 else len(str(size)) // 3 - 1, 3)
     return f"{size / 1000**power:.1f} {('kB', 'MB', 'GB')[power - 1]}"
+
+
+# Under torchrun
+
+
+@contextmanager
+def only_rank_0_prints() -> Iterator[None]:
+    """Silences the other ranks inside the block; an error that leaves it can be printed."""
+    if not (torchrun_share() or Share()).rank:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Lets rank 0 say how far it got when torchrun ends the job because of another rank."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("", number)
+
+    if (torchrun_share() or Share()).rank:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say_error(message: str) -> None:
+    """Prints an error, and hands it to torchrun, whose summary then says what happened on this rank."""
+    share = torchrun_share()
+    say(f"{'' if share is None else f'rank {share.rank}: '}error: {message}")
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and share is not None and not Path(path).exists():
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

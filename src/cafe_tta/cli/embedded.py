@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.cli.inputs import Model
-from cafe_tta.stats import SourceStats
+from cafe_tta.source.stats import SourceStats
 
 
 @dataclass(frozen=True)

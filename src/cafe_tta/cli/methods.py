@@ -10,8 +10,8 @@ from rich.table import Table
 
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli.console import show_facts, show_table
-from cafe_tta.cli.options import OptionHelp, option_help
 from cafe_tta.methods import METHODS, method
+from cafe_tta.options import describe
 
 
 def methods(
@@ -40,9 +40,9 @@ def _show_one(name: str, kind: type[Adapter]) -> None:
     print(f"{inspect.getdoc(kind)}\n")
     show_facts([("method", name), ("needs", kind.needs or "nothing")])
     print()
-    table = Table("option", "default", "kind", "meaning", box=None, pad_edge=False)
-    for option in option_help(kind.Config):
-        table.add_row(option.name, str(option.default), option.kind, option.meaning)
+    table = Table("option", "default", "values", "meaning", box=None, pad_edge=False)
+    for option in describe(kind.Config):
+        table.add_row(option.name, str(option.default), option.allowed, option.meaning)
     show_table(table)
     print()
     table = Table("preset", "differs from the defaults in", box=None, pad_edge=False)
@@ -52,12 +52,12 @@ def _show_one(name: str, kind: type[Adapter]) -> None:
 
 
 def _description(kind: type[Adapter]) -> dict[str, Any]:
-    options: list[OptionHelp] = option_help(kind.Config)
+    names = ("name", "allowed", "default", "meaning")
     return {
         "name": kind.name,
         "needs": kind.needs,
         "summary": _summary(kind),
-        "options": [asdict(option) for option in options],
+        "options": [{name: getattr(option, name) for name in names} for option in describe(kind.Config)],
         "presets": _presets(kind),
     }
 

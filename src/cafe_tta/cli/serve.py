@@ -13,11 +13,11 @@ import typer
 
 from cafe_tta.cli import inputs
 from cafe_tta.cli.console import say, show_facts
-from cafe_tta.cli.options import configuration
 from cafe_tta.methods import method as method_named
+from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.stats import SourceStats
 from cafe_tta.source.swag import Posterior
-from cafe_tta.stats import SourceStats
 
 if TYPE_CHECKING:
     from cafe_tta.serve.protocol import Signature
@@ -64,7 +64,7 @@ def build(settings: "Settings") -> "tuple[Service, Signature, list[tuple[str, st
     from cafe_tta.serve.service import Service
 
     kind = method_named(settings.method)
-    config = configuration(settings.method, settings.preset, settings.set)
+    config = MethodOptions(settings.method, settings.preset, settings.set).config()
     paths = {"stats": settings.stats, "histograms": settings.histograms, "posterior": settings.posterior}
     chosen, statistics = _model(settings)
     source: Any = None

@@ -1,48 +1,36 @@
 """`cafe-tta train`: a source classifier, for those who have none yet."""
 
-import json
-import time
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from cafe_tta import data, models, storage
-from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.cli import inputs
 from cafe_tta.cli.console import Interrupted, progress, readable_bytes, say, show_facts
-from cafe_tta.source.train import CHECKPOINT_VERSION, TrainConfig
-from cafe_tta.source.train import train as train_classifier
+from cafe_tta.source.train import TrainConfig
+from cafe_tta.source.train_folder import DEFAULT_MODEL, TrainingRun
 
-_RESULTS = ("model.safetensors", "posterior.safetensors", "train.json", "checkpoint.safetensors")
+_flag = partial(inputs.flag, TrainConfig)
 
 
 def train(
-    data_spec: Annotated[
-        str,
-        typer.Option("--data", help="Labelled images: class folders, arrays:DIR, digits:train.", show_default=False),
-    ],
+    data_spec: inputs.DataOption,
     output: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False)],
-    model: Annotated[
-        str, typer.Option("--model", help="cafe:digits-resnet, timm:NAME, torchvision:NAME or a file to train on from.")
-    ] = "cafe:digits-resnet",
+    model: inputs.ModelOption = DEFAULT_MODEL,
     test: Annotated[
-        str | None, typer.Option(help="Labelled images to tell the accuracy on in the end.", show_default=False)
+        str | None, typer.Option(help="Labelled images to measure the accuracy on in the end.", show_default=False)
     ] = None,
-    epochs: Annotated[int, typer.Option(min=0)] = 20,
-    swag_epochs: Annotated[
-        int, typer.Option(min=0, help="Further epochs, for the posterior that `bacs` needs. 0: none.")
-    ] = 5,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
-    lr: Annotated[float, typer.Option(min=0.0, help="At the start; falls to 0 along a cosine.")] = 0.1,
-    swag_lr: Annotated[float, typer.Option(min=0.0)] = 0.01,
-    weight_decay: Annotated[float, typer.Option(min=0.0)] = 5e-4,
-    augment: Annotated[str, typer.Option(help="crop, crop-flip or none. Digits must not be flipped.")] = "crop",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    epochs: Annotated[int, _flag("epochs", min=0)] = 20,
+    swag_epochs: Annotated[int, _flag("swag_epochs", min=0)] = 5,
+    batch_size: Annotated[int, _flag("batch_size", min=1)] = 64,
+    lr: Annotated[float, _flag("lr", min=0.0)] = 0.1,
+    swag_lr: Annotated[float, _flag("swag_lr", min=0.0)] = 0.01,
+    weight_decay: Annotated[float, _flag("weight_decay", min=0.0)] = 5e-4,
+    augment: Annotated[str, _flag("augment")] = "crop",
+    seed: Annotated[int, _flag("seed", min=0)] = 0,
     fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Begin anew; or go on where an earlier run was stopped.")
+        bool, typer.Option("--fresh/--resume", help="Start anew, or continue a run that was stopped.")
     ] = False,
     workers: inputs.WorkersOption = 0,
     device: inputs.DeviceOption = "auto",
@@ -53,151 +41,37 @@ def train(
     std: inputs.StdOption = None,
     head: inputs.HeadOption = None,
     new_head: Annotated[
-        bool, typer.Option("--new-head", help="Keep all but the last layer of --weights: train on to other classes.")
+        bool, typer.Option("--new-head", help="Keep all but the last layer of --weights, to train for other classes.")
     ] = False,
 ) -> None:
-    """Train a source classifier. Small: the images must fit into memory.
+    """Train a source classifier on labelled images. They must fit into memory.
 
     cafe-tta train --data digits:train --test digits:test --output model
 
-    Writes model.safetensors, posterior.safetensors and train.json. A run that was stopped goes on when the same command is given again.
-    """  # noqa: E501 - a line break here would be one in the help
+    Writes model.safetensors, posterior.safetensors and train.json. The same command continues a run that was stopped.
+    """
     config = TrainConfig(
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        weight_decay=weight_decay,
-        swag_epochs=swag_epochs,
-        swag_lr=swag_lr,
-        augment=augment,  # type: ignore[arg-type] # TrainConfig checks it
-        seed=seed,
-    )
-    settings = {
-        "data": data_spec,
-        "test": test,
-        "model": model,
-        "weights": weights,
-        "pretrained": pretrained,
-        "image_size": image_size,
-        "mean": mean,
-        "std": std,
-        "head": head,
-        "new_head": new_head,
-        **asdict(config),
-    }
+        epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay, swag_epochs=swag_epochs,
+        swag_lr=swag_lr, augment=augment, seed=seed,  # type: ignore[arg-type] # TrainConfig checks it
+    )  # fmt: skip
+    options = inputs.model_options(
+        model, weights=weights, pretrained=pretrained, image_size=image_size, mean=mean, std=std, head=head,
+        device=device,
+    )  # fmt: skip
+    run = TrainingRun(data_spec, output, options, config, test, new_head)
     if fresh:
-        for name in _RESULTS:
-            (output / name).unlink(missing_ok=True)
-    elif (output / "train.json").exists():
-        _check_finished(output, settings)
+        run.clear()
+    elif report := run.finished():
         say(f"nothing to do: {output} holds this run, finished; --fresh trains anew")
-        _show(json.loads((output / "train.json").read_text()), output)
-        return
-    place = inputs.choose_device(device)
-    imageset = data.load(data_spec)
-    if imageset.labels is None:
-        raise ValueError(f"expected labelled images, but {data_spec} has no class folders and no labels")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of the first weights
-        loaded = models.load(
-            model,
-            weights=weights,
-            num_classes=int(imageset.labels.max()) + 1 if imageset.classes is None else len(imageset.classes),
-            pretrained=pretrained,
-            size=image_size,
-            mean=inputs.three_numbers("mean", mean),
-            std=inputs.three_numbers("std", std),
-            new_head=new_head,
-        )
-    classifier = split_classifier(models.laid_out(loaded.model), head=head).to(place)
-    classes = loaded.classes or imageset.classes
-    images, labels = _all_images(imageset, loaded.preprocessing, classes, classifier.num_classes, workers)
-    output.mkdir(parents=True, exist_ok=True)
-    checkpoint = output / "checkpoint.safetensors"
-    done = _epochs_done(checkpoint)
-    if done:
-        say(f"going on after epoch {done} of {config.total_epochs} ({checkpoint}); --fresh begins anew")
-    began = time.perf_counter()
+        return _show(report, output)
+    if done := run.epochs_done:
+        say(f"going on after epoch {done} of {config.total_epochs} ({run.checkpoint}); --fresh begins anew")
     try:
-        with progress("training", config.total_epochs) as advance:
-            advance(done)
-            result = train_classifier(classifier, images, labels, config, checkpoint, lambda report: advance(1))
+        report = run.train(workers, progress, inputs.say_unreadable)
     except KeyboardInterrupt as error:
-        done = _epochs_done(checkpoint)
-        raise Interrupted(f"{done} epochs of {config.total_epochs} are saved; the same command goes on", 2) from error
-    size = models.save(output / "model.safetensors", classifier, loaded.architecture, loaded.preprocessing, classes)
-    if result.posterior is not None:
-        result.posterior.save(output / "posterior.safetensors")
-    report = {
-        "settings": settings,
-        "images": len(images),
-        "classes": None if classes is None else list(classes),
-        "model_bytes": size,
-        "seconds": time.perf_counter() - began,
-        "losses": result.losses,
-        "train_accuracy": result.train_accuracy,
-        "test_accuracy": _test(test, classifier, loaded.preprocessing, classes, batch_size, workers) if test else None,
-    }
-    storage.write_bytes(output / "train.json", (json.dumps(report, indent=2) + "\n").encode())  # last: says "finished"
-    checkpoint.unlink(missing_ok=True)
-    _show(report, output)
-
-
-def _check_finished(output: Path, settings: dict[str, Any]) -> None:
-    theirs = json.loads((output / "train.json").read_text())["settings"]
-    if names := sorted(key for key in theirs.keys() | settings.keys() if theirs.get(key) != settings.get(key)):
-        shown = ", ".join(f"{name}={theirs.get(name)!r} there, {settings.get(name)!r} now" for name in names)
-        raise ValueError(
-            f"{output} holds a finished run with other settings: {shown}; choose another --output, or --fresh"
-        )
-
-
-def _epochs_done(checkpoint: Path) -> int:
-    if not checkpoint.exists():
-        return 0
-    return int(storage.read(checkpoint, "training", CHECKPOINT_VERSION)[1]["epoch"])
-
-
-def _all_images(
-    imageset: data.ImageSet,
-    preprocessing: models.Preprocessing,
-    classes: tuple[str, ...] | None,
-    num_classes: int,
-    workers: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    labels, reason = inputs.match_labels(imageset, classes, num_classes)
-    if labels is None or (labels < 0).any():
-        raise ValueError(
-            f"expected a class of the model for every image of {imageset.name}; {reason or 'some have none'}"
-        )
-    with progress("reading", len(imageset)) as advance:
-        loader = inputs.Loader(imageset, preprocessing, 256, labels=labels, workers=workers, advance=advance)
-        pairs = list(loader)
-    inputs.say_unreadable(loader.unreadable)
-    if not pairs:
-        raise ValueError(f"none of the {len(imageset)} images of {imageset.name} could be read")
-    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
-
-
-def _test(
-    spec: str,
-    classifier: SplitClassifier,
-    preprocessing: models.Preprocessing,
-    classes: tuple[str, ...] | None,
-    batch_size: int,
-    workers: int,
-) -> float:
-    imageset = data.load(spec)
-    labels, reason = inputs.match_labels(imageset, classes, classifier.num_classes)
-    if labels is None:
-        raise ValueError(f"expected labelled images to test on, but {spec}: {reason}")
-    hits, total = 0, 0
-    for images, truth in inputs.Loader(imageset, preprocessing, batch_size, labels=labels, workers=workers):
-        with torch.no_grad():
-            answers = classifier(images.to(classifier.head.weight)).argmax(1).cpu()
-        hits += int((answers == truth).sum())
-        total += len(truth)
-    return hits / max(total, 1)
+        saved = f"{run.epochs_done} epochs of {config.total_epochs} are saved"
+        raise Interrupted(f"{saved}; the same command goes on", 2) from error
+    return _show(report, output)
 
 
 def _show(report: dict[str, Any], output: Path) -> None:

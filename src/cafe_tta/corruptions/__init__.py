@@ -11,36 +11,21 @@ next power of two that covers the image, and frost textures are enlarged just en
 cover it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .parameters import PARAMETERS
+from .randomness import Streams
+from .table import CORRUPTIONS, PRESETS, Corruption
 
-__all__ = ["HELD_OUT", "NAMES", "PRESETS", "corrupt", "frost_is_standard"]
+__all__ = ["CORRUPTIONS", "HELD_OUT", "NAMES", "PRESETS", "Corruption", "choose_names", "corrupt", "frost_is_standard"]
 
-NAMES: Final = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-)
-HELD_OUT: Final = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
-PRESETS: Final = tuple(PARAMETERS)
+NAMES: Final = tuple(name for name, row in CORRUPTIONS.items() if row.group in ("noise", "blur", "weather", "digital"))
+HELD_OUT: Final = tuple(name for name, row in CORRUPTIONS.items() if row.group == "extra")  # for validation
+_GROUPS: Final = {"all": NAMES, "held-out": HELD_OUT}
 
 
 def corrupt(
@@ -53,44 +38,63 @@ def corrupt(
 ) -> npt.NDArray[np.uint8]:
     """Corrupted copies of RGB images (N, H, W, 3), the same for an image whatever batch it comes in.
 
-    `indices` (N,) are the places of the images in their data set, by default 0 .. N - 1. Together with the
-    seed, the corruption and the severity they alone decide the random numbers, so that a loader may ask for
-    image i by itself: `corrupt(image[None], "fog", 5, indices=[i])[0]`.
+    `indices` (N,) are the indices of the images in their data set, by default 0 .. N - 1. Together with the seed, the
+    corruption and the severity, they alone decide the random numbers, so that a loader may ask for image i by itself:
+    `corrupt(image[None], "fog", 5, indices=[i])[0]`.
 
     >>> images = np.full((2, 32, 32, 3), 100, np.uint8)
     >>> corrupt(images, "brightness", severity=2)[0, 0, 0].tolist()
     [125, 125, 125]
     """
-    if name not in NAMES and name not in HELD_OUT:
-        raise ValueError(_unknown("corruption", name, (*NAMES, *HELD_OUT)))
-    if preset not in PARAMETERS:
+    if name not in CORRUPTIONS:
+        raise ValueError(_unknown("corruption", name, CORRUPTIONS))
+    if preset not in PRESETS:
         raise ValueError(_unknown("preset", preset, PRESETS))
     if not _is_whole(severity) or not 1 <= severity <= 5:
         raise ValueError(f"`severity` must be 1, 2, 3, 4 or 5, got {severity!r}")
     if not _is_whole(seed) or not 0 <= seed < 2**64:
         raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}")
     _check_images(images)
-    places = _check_indices(indices, len(images))
+    indices = _check_indices(indices, len(images))
     if images.size == 0:
         return images.copy()
-
-    from . import dispatch  # here, not above: importing the package must not load OpenCV, Pillow and SciPy
-
-    parameters = PARAMETERS[preset][name][severity - 1]
+    row = CORRUPTIONS[name]
+    parameters = row.parameters(preset, severity)
     height, width = images.shape[1:3]
-    needed = dispatch.smallest_side(name, parameters)
+    needed = row.smallest_side(*parameters)
     if min(height, width) < needed:
         raise ValueError(
             f"{name} at severity {severity} of preset {preset!r} needs images of at least "
             f"{needed} x {needed} pixels, got {height} x {width}"
         )
-    return dispatch.run(images, name, int(severity), int(seed), parameters, places)
+    function = row.load()  # here, not above: importing the package must not load OpenCV, Pillow and SciPy
+    block = max(1, row.block // images[0].size)
+    corrupted = np.empty(images.shape, np.uint8)
+    for start in range(0, len(images), block):
+        part = slice(start, start + block)
+        streams = Streams(int(seed), row.id, int(severity), indices[part])
+        corrupted[part] = function(np.ascontiguousarray(images[part]), streams, *parameters)
+    return corrupted
+
+
+def choose_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Corruptions by their names, or by `all` (the 15 of the paper) and `held-out`, in the order of the table.
+
+    >>> choose_names("fog,snow"), choose_names(["held-out"])[0]
+    (('snow', 'fog'), 'speckle_noise')
+    """
+    chosen: set[str] = set()
+    for name in (part.strip() for part in (names.split(",") if isinstance(names, str) else names)):
+        if name not in CORRUPTIONS and name not in _GROUPS:
+            raise ValueError(_unknown("corruption", name, (*_GROUPS, *CORRUPTIONS)))
+        chosen |= set(_GROUPS.get(name, (name,)))
+    return tuple(name for name in CORRUPTIONS if name in chosen)
 
 
 def frost_is_standard() -> bool:
     """Whether the published frost textures are installed.
 
-    They come with the package `torch-uncertainty-assets`. Without them a procedural texture stands in, and
+    They come with the package `torch-uncertainty-assets`. Without them, a procedural texture is used instead, and
     results with frost have to be labelled non-standard.
     """
     from .textures import standard_folder
@@ -130,11 +134,11 @@ def _check_images(images: object) -> None:
 def _check_indices(indices: npt.ArrayLike | None, count: int) -> npt.NDArray[np.int64]:
     if indices is None:
         return np.arange(count)
-    places = np.asarray(indices)
-    if places.shape != (count,):
-        raise ValueError(f"`indices` must have one entry per image, shape ({count},), got {places.shape}")
-    if count and places.dtype.kind not in "iu":
-        raise TypeError(f"`indices` must be integers, got {places.dtype}")
-    if count and places.min() < 0:
-        raise ValueError(f"`indices` must not be negative, got {places.min()}")
-    return places.astype(np.int64)
+    checked = np.asarray(indices)
+    if checked.shape != (count,):
+        raise ValueError(f"`indices` must have one entry per image, shape ({count},), got {checked.shape}")
+    if count and checked.dtype.kind not in "iu":
+        raise TypeError(f"`indices` must be integers, got {checked.dtype}")
+    if count and checked.min() < 0:
+        raise ValueError(f"`indices` must not be negative, got {checked.min()}")
+    return checked.astype(np.int64)

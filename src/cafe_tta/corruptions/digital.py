@@ -1,4 +1,4 @@
-"""Contrast, elastic transform, pixelate, JPEG."""
+"""Contrast, elastic transform, pixelate, JPEG, saturate."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -74,8 +74,8 @@ def elastic_transform(
         if alpha == 0:
             continue  # CIFAR and Tiny ImageNet severity 1: the affine map alone
         fields = random_signed(stream, height * width * 2).reshape(height, width, 2)
-        places = smooth_mirrored(fields, sigma) * np.float32(alpha) + pixel_grid(height, width)
-        cv2.remap(image, places, NO_MAP, cv2.INTER_LINEAR, dst=image, borderMode=cv2.BORDER_REFLECT)
+        positions = smooth_mirrored(fields, sigma) * np.float32(alpha) + pixel_grid(height, width)
+        cv2.remap(image, positions, NO_MAP, cv2.INTER_LINEAR, dst=image, borderMode=cv2.BORDER_REFLECT)
     return truncate(values)
 
 
@@ -101,3 +101,25 @@ def jpeg_compression(images: Images, _streams: object, quality: float) -> Images
         _, encoded = cv2.imencode(".jpg", cv2.cvtColor(before, cv2.COLOR_RGB2BGR), options)
         after[:] = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))[..., ::-1]
     return changed
+
+
+def saturate(images: Images, _streams: object, factor: float, offset: float) -> Images:
+    """S of HSV becomes clip(S * factor + offset, 0, 1).
+
+    With V and m the largest and smallest value of a pixel, S = (V - m) / V and the pixel is V - S' V (V - x)
+    / (V - m).
+    """
+    values = images.astype(np.float32)
+    channels = values[..., 0], values[..., 1], values[..., 2]
+    largest = np.maximum(np.maximum(channels[0], channels[1]), channels[2])
+    spans = largest - np.minimum(np.minimum(channels[0], channels[1]), channels[2])
+    grey = spans == 0
+    saturation = np.clip(spans / np.maximum(largest, 1) * np.float32(factor) + np.float32(offset), 0, 1)
+    cut = saturation * largest
+    spans[grey] = 1
+    # The hue of a grey pixel is 0, red, so its green and blue give way in full.
+    for channel, grey_share in zip(channels, (0, 1, 1), strict=True):
+        share = (largest - channel) / spans
+        share[grey] = grey_share
+        channel[:] = largest - cut * share
+    return truncate(values)

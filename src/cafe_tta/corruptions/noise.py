@@ -86,10 +86,10 @@ def resample(images: Images, streams: Iterable[np.random.Generator], entries: np
     words = words.ravel()
     # The low byte of a word chooses the column, the other three are compared with its threshold.
     columns = words.astype(np.uint8)
-    places = np.left_shift(images.ravel(), 8, dtype=np.intp)
-    places |= columns
-    found = entries.take(places)
-    return np.where(words < found, columns, found.astype(np.uint8)).reshape(images.shape)
+    rows = np.left_shift(images.ravel(), 8, dtype=np.intp)
+    rows |= columns
+    drawn = entries.take(rows)
+    return np.where(words < drawn, columns, drawn.astype(np.uint8)).reshape(images.shape)
 
 
 @lru_cache(maxsize=32)

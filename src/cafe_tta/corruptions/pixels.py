@@ -17,8 +17,7 @@ Value = TypeVar("Value", np.uint8, np.float32)
 NO_MAP: Any = None
 
 # The published scripts cut the fraction off. A value that is a whole number in exact arithmetic may come out
-# a hair below it; without a nudge, larger than the rounding errors, a flat area would lose a grey level at
-# random.
+# a hair below it; without a nudge, larger than the rounding errors, a flat area would lose a grey level at random.
 NUDGES = {"f": 2e-4, "d": 1e-9}  # by type: float32, float64
 
 
@@ -49,8 +48,7 @@ def gaussian_kernel(sigma: float, cut: float) -> Doubles:
 def gaussian_smooth(image: Images | Reals, sigma: float) -> Reals:
     """Gaussian blur of one image or layer, kernel cut at 4 sigma, edge pixels repeated outside.
 
-    The smallest kernels change values by less than float32 can tell, and truncation shows it: they need
-    float64.
+    The smallest kernels change values by less than float32 resolves, and truncation shows it: they need float64.
     """
     kernel = gaussian_kernel(sigma, 4.0)
     if len(kernel) <= 5:

@@ -19,21 +19,16 @@ STANDARD_FILES = {
     "frost3.jpg": "3f8b91ca1a9fa7167b09e773da53f5ae60d0a1fd88f02a783f6e328a72887f6e",
     "frost4.jpg": "5fc6a19df4a429ba68abdcc8f8a4278d4c9f81c9ccafd2c92ab0c8cf8992ebd2",
 }
-PICKED_FROM = (
-    "frost1.jpg",
-    "frost2.jpg",
-    "frost2.jpg",
-    "frost3.jpg",
-    "frost4.jpg",
-)  # hence the second at 40 %
+# With the published third, the second picture comes with a probability of 40 %.
+PICKED_FROM = ("frost1.jpg", "frost2.jpg", "frost2.jpg", "frost3.jpg", "frost4.jpg")
 
 
 @lru_cache(maxsize=1)
 def standard_folder() -> Path | None:
     """Folder of the published textures, or None if one of them is missing or another picture."""
     spec = find_spec("torch_uncertainty_assets")
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        folder = Path(place) / "frost"
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        folder = Path(location) / "frost"
         if all(
             (folder / name).is_file() and hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
             for name, digest in STANDARD_FILES.items()

@@ -1,4 +1,4 @@
-"""Snow, frost, fog, brightness."""
+"""Snow, frost, fog, brightness, spatter."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -9,12 +9,14 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from .blur import zoom_positions
-from .motion import smear
-from .pixels import NO_MAP, Floats, Images, spread, truncate
-from .plasma import plasma_maps
+from .blur import smear, zoom_positions
+from .pixels import NO_MAP, Floats, Images, Reals, gaussian_smooth, spread, truncate
 from .randomness import random_signed
 from .textures import textures
+
+WATER = np.array([175, 238, 238], np.float32)  # pale turquoise
+MUD = np.array([63, 42, 20], np.float32)
+EMBOSS = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], np.float32)
 
 
 @lru_cache(maxsize=16)
@@ -40,10 +42,7 @@ def snow(
     The flakes are thresholded noise, enlarged and smeared, once as they are and once turned by 180 degrees.
     """
     count, height, width, _ = images.shape
-    crop = (
-        ceil(height / zoom),
-        ceil(width / zoom),
-    )  # only the centre of the noise is seen, so only it is drawn
+    crop = (ceil(height / zoom), ceil(width / zoom))  # only the centre of the noise is seen, so only it is drawn
     flakes = np.empty((count, height, width), np.uint8)
     for layer, stream in zip(flakes, streams, strict=True):
         noise = stream.standard_normal(crop, np.float32) * np.float32(std) + np.float32(mean)
@@ -87,6 +86,47 @@ def frost(
     return np.minimum(total // np.uint16(20), 255).astype(np.uint8)
 
 
+def wrapped(grids: Floats, after: bool) -> Floats:
+    """Square grids with their first row and column once more at the end, or the last ones at the beginning."""
+    count, points, _ = grids.shape
+    larger = np.empty((count, points + 1, points + 1), np.float32)
+    inside, edge, source = (slice(0, points), points, 0) if after else (slice(1, points + 1), 0, points)
+    larger[:, inside, inside] = grids
+    larger[:, edge, :] = larger[:, source, :]
+    larger[:, :, edge] = larger[:, :, source]
+    return larger
+
+
+def plasma_maps(signed: Floats, side: int, decay: float) -> Floats:
+    """Diamond-square plasma: (N, side, side) maps in 0..1 on a torus, from `signed` (N, side^2 - 1), uniform on -1..1.
+
+    Starting from one point of height 0, each level puts a point in the centre of every square and then on the
+    two kinds of edge midpoints: the mean of its four neighbours plus w * U(-w, w). Then w, at first 100, is
+    divided by `decay`.
+    """
+    count = len(signed)
+    corners = np.zeros((count, 1, 1), np.float32)
+    wibble, used, quarter = 100.0, 0, np.float32(0.25)
+    while (points := corners.shape[1]) < side:
+        block = signed[:, used : used + 3 * points * points].reshape(count, 3, points, points)
+        used += 3 * points * points
+        noise = block * np.float32(wibble * wibble)
+        ahead = wrapped(corners, after=True)
+        here, below, beside = ahead[:, :-1, :-1], ahead[:, 1:, :-1], ahead[:, :-1, 1:]
+        centres = quarter * (here + below + beside + ahead[:, 1:, 1:]) + noise[:, 0]
+        behind = wrapped(centres, after=False)
+        finer = np.empty((count, 2 * points, 2 * points), np.float32)
+        finer[:, ::2, ::2] = corners
+        finer[:, 1::2, 1::2] = centres
+        finer[:, ::2, 1::2] = quarter * (here + beside + centres + behind[:, :-1, 1:]) + noise[:, 1]
+        finer[:, 1::2, ::2] = quarter * (here + below + centres + behind[:, 1:, :-1]) + noise[:, 2]
+        corners = finer
+        wibble /= decay
+    corners -= corners.min((1, 2), keepdims=True)
+    corners /= corners.max((1, 2), keepdims=True)
+    return corners
+
+
 def fog(images: Images, streams: Iterable[np.random.Generator], strength: float, decay: float, side: float) -> Images:
     """Add strength * cloud map, then scale so that the brightest value stays: max / (max + strength).
 
@@ -125,6 +165,51 @@ def brightness(images: Images, _streams: object, offset: float) -> Images:
     """Add `offset` to the V of HSV, that is multiply each pixel by min(V + offset, 1) / V."""
     red, green, blue = cv2.split(images.reshape(-1, images.shape[2], 3))
     largest = np.asarray(cv2.max(cv2.max(red, green), blue), np.uint8).reshape(images.shape[:3])
-    places = np.left_shift(spread(largest), 8, dtype=np.intp)
-    places |= images
-    return brightness_table(offset).take(places)
+    entries = np.left_shift(spread(largest), 8, dtype=np.intp)
+    entries |= images
+    return brightness_table(offset).take(entries)
+
+
+def water_mask(liquid: Reals) -> Floats:
+    """How much water each pixel of a liquid layer gets, at most 1: drops with an embossed rim."""
+    drops = (liquid * np.float32(255)).astype(np.uint8)
+    distance = cv2.distanceTransform(255 - cv2.Canny(drops, 50, 150), cv2.DIST_L2, 5)
+    depth = cv2.blur(np.minimum(distance, np.float32(20)), (3, 3)).astype(np.uint8)
+    relief = cv2.filter2D(cv2.equalizeHist(depth), cv2.CV_8U, EMBOSS)
+    mask = drops.astype(np.float32) * np.asarray(cv2.blur(relief, (3, 3)), np.float32)
+    highest = mask.max()
+    if highest > 0:  # no drop at all leaves the image as it is
+        mask /= highest
+    return mask
+
+
+def mud_mask(liquid: Reals, threshold: float, sigma: float) -> Reals:
+    """How much mud covers each pixel: the smoothed spots, where nearly full."""
+    mask = gaussian_smooth((liquid > threshold).astype(np.float32), sigma)
+    mask[mask < 0.8] = 0
+    return mask
+
+
+def spatter(
+    images: Images,
+    streams: Iterable[np.random.Generator],
+    mean: float,
+    std: float,
+    sigma: float,
+    threshold: float,
+    strength: float,
+    mud: float,
+) -> Images:
+    """Splash with water (added, times `strength`) or mud (covering, its spots smoothed by `strength`)."""
+    masks = np.empty(images.shape[:3], np.float32)
+    for mask, stream in zip(masks, streams, strict=True):
+        noise = stream.standard_normal(mask.shape, np.float32) * np.float32(std) + np.float32(mean)
+        liquid = gaussian_smooth(noise, sigma)
+        liquid[liquid < threshold] = 0
+        mask[:] = mud_mask(liquid, threshold, strength) if mud else water_mask(liquid) * np.float32(strength)
+    cover = spread(masks)
+    values = images.astype(np.float32)
+    if mud:
+        values *= 1 - cover
+        return truncate(values + cover * MUD)
+    return truncate(values + cover * WATER)

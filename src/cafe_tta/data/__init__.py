@@ -1,59 +1,70 @@
-"""Image sets by name, and their images in batches. Nothing here knows of methods."""
+"""Image sets by name, and their images in batches. Nothing here knows of methods.
+
+>>> from cafe_tta import data
+>>> len(data.load("digits:test"))
+896
+"""
 
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from cafe_tta.data.arrays import ArraySet as ArraySet
 from cafe_tta.data.arrays import load_arrays
-from cafe_tta.data.batches import Batch as Batch
-from cafe_tta.data.batches import batches as batches
-from cafe_tta.data.cifar_c import load_cifar_c
+from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
 from cafe_tta.data.digits import load_digits
 from cafe_tta.data.folder import FolderSet as FolderSet
 from cafe_tta.data.folder import load_folder
-from cafe_tta.data.imagenet import load_imagenet, load_imagenet_c
+from cafe_tta.data.imagenet import load_imagenet
 from cafe_tta.data.imageset import CorruptedSet as CorruptedSet
 from cafe_tta.data.imageset import ImageSet as ImageSet
+from cafe_tta.data.imageset import Labels as Labels
 from cafe_tta.data.imageset import Unreadable as Unreadable
 from cafe_tta.data.imageset import UnreadableImage as UnreadableImage
+from cafe_tta.data.loader import Advance as Advance
+from cafe_tta.data.loader import Batch as Batch
+from cafe_tta.data.loader import Loader as Loader
+from cafe_tta.data.loader import match_labels as match_labels
 from cafe_tta.data.torchvision_sets import SOURCES, load_torchvision
 
-# A new kind of data set is a line here: what stands before the colon, and what reads the rest.
-KINDS: dict[str, Callable[[str], ImageSet]] = {
-    "digits": load_digits,
-    "arrays": load_arrays,
-    "folder": load_folder,
-    "imagenet": load_imagenet,
-    "cifar10-c": partial(load_cifar_c, "cifar10-c"),
-    "cifar100-c": partial(load_cifar_c, "cifar100-c"),
-    "imagenet-c": load_imagenet_c,
+
+@dataclass(frozen=True)
+class NamedSet:
+    """A data set that has a name: what reads it, and what may be written after the name."""
+
+    load: Callable[..., ImageSet]  # called with the text after the colon and, if it downloads, with `download`
+    examples: tuple[str, ...]
+    at_folder: bool = True  # whether @DIR may follow the name
+    downloads: bool = False
+
+
+# To add a data set, write its reader, and add a line here.
+DATASETS: dict[str, NamedSet] = {
+    "folder": NamedSet(load_folder, ("folder:DIR",), at_folder=False),
+    "arrays": NamedSet(load_arrays, ("arrays:DIR",), at_folder=False),
+    "digits": NamedSet(load_digits, ("digits", "digits:train", "digits:test"), at_folder=False),
+    **{
+        name: NamedSet(partial(load_torchvision, name), (f"{name}[:train|test][@DIR]",), downloads=True)
+        for name in SOURCES
+    },
+    "imagenet": NamedSet(load_imagenet, ("imagenet[:val|train][@DIR]",)),
+    "cifar10-c": NamedSet(partial(load_cifar_c, "cifar10-c"), ("cifar10-c[:DOMAIN][@DIR]",)),
+    "cifar100-c": NamedSet(partial(load_cifar_c, "cifar100-c"), ("cifar100-c[:DOMAIN][@DIR]",)),
+    "imagenet-c": NamedSet(load_imagenet_c, ("imagenet-c[:DOMAIN][@DIR]",)),
 }
-# These can be downloaded.
-DOWNLOADS: dict[str, Callable[[str, bool], ImageSet]] = {name: partial(load_torchvision, name) for name in SOURCES}
-EXAMPLES = (
-    *("a folder of images", "folder:DIR", "arrays:DIR", "digits", "digits:train", "digits:test"),
-    *(f"{name}[:train|test][@DIR]" for name in DOWNLOADS),
-    *(
-        "imagenet[:val|train][@DIR]",
-        "cifar10-c[:DOMAIN][@DIR]",
-        "cifar100-c[:DOMAIN][@DIR]",
-        "imagenet-c[:DOMAIN][@DIR]",
-    ),
-)
-_LOCAL = ("digits", "arrays", "folder")  # what follows their colon is one thing; the others have a folder after an @
 
 
 def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
     """An image set by its name: `digits:train`, `cifar10:test`, `arrays:DIR`, or simply the path of a folder.
 
-    Data sets with a name are looked for in the folder after an `@`, as in `cifar10:test@/data`, or else in the one that
-    the environment variable CAFE_TTA_DATA names, or else in ~/.cache/cafe-tta/data. What is missing there is downloaded
-    with `download` or with CAFE_TTA_DOWNLOAD=1, and not otherwise. Published corrupted sets, such as `cifar10-c@DIR`,
-    are a `CorruptedSet`; `cifar10-c:fog-5@DIR` is one domain of it.
+    Data sets are looked for in the folder after an `@`, as in `cifar10:test@/data`, or else in the one that the
+    environment variable CAFE_TTA_DATA names, or else in ~/.cache/cafe-tta/data. A missing one is downloaded with
+    `download` or with CAFE_TTA_DOWNLOAD=1, and not otherwise. Published corrupted sets, such as `cifar10-c@DIR`, are a
+    `CorruptedSet`; `cifar10-c:fog-5@DIR` is one domain of it.
 
     >>> digits = load("digits:test")
     >>> len(digits), digits.images([0, 1]).shape
@@ -61,21 +72,27 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
     """
     text = os.fspath(spec)
     if not text:
-        raise ValueError(f"expected the name of an image set, but got nothing; choose from: {', '.join(EXAMPLES)}")
-    kind = re.match("[a-z0-9-]*", text)[0]  # type: ignore[index] # matches always
-    rest = text[len(kind) :]
-    named = kind in (KINDS | DOWNLOADS) and rest[:1] in (("", ":") if kind in _LOCAL else ("", ":", "@"))
-    if named and (rest or not Path(text).is_dir()):  # a folder that is called `digits` is meant as a folder
-        if kind in DOWNLOADS:
-            return DOWNLOADS[kind](rest.removeprefix(":"), download or os.environ.get("CAFE_TTA_DOWNLOAD") == "1")
-        return KINDS[kind](rest.removeprefix(":"))
+        raise ValueError(f"expected the name of an image set, but got nothing; choose from: {_choices()}")
+    name = re.match("[a-z0-9-]*", text)[0]  # type: ignore[index] # matches always
+    rest = text[len(name) :]
+    named = DATASETS.get(name)
+    if named is not None and rest[:1] not in (("", ":", "@") if named.at_folder else ("", ":")):
+        named = None
+    if named is not None and (rest or not Path(text).is_dir()):  # a folder that is called `digits` is meant as a folder
+        if named.downloads:
+            return named.load(rest.removeprefix(":"), download or os.environ.get("CAFE_TTA_DOWNLOAD") == "1")
+        return named.load(rest.removeprefix(":"))
     path = Path(text).expanduser()
     if path.is_dir():
         return load_folder(text)
     if path.exists():
         raise ValueError(f"expected a folder of images, but {text} is a file; name the folder that it is in")
-    near = get_close_matches(kind, [*KINDS, *DOWNLOADS], n=1)
+    near = get_close_matches(name, DATASETS, n=1)
     if near and not rest and near[0] in ("arrays", "folder"):
         near = []  # a folder's name was meant
     hint = f"; did you mean {near[0] + rest!r}?" if near else ""
-    raise ValueError(f"no folder at {text!r}, and no image set of that name{hint}; choose from: {', '.join(EXAMPLES)}")
+    raise ValueError(f"no folder at {text!r}, and no image set of that name{hint}; choose from: {_choices()}")
+
+
+def _choices() -> str:
+    return ", ".join(["a folder of images", *(example for named in DATASETS.values() for example in named.examples)])

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cafe_tta.data.digest import array_digest
-from cafe_tta.data.imageset import Images, Labels
+from cafe_tta.data.imageset import Images, Labels, array_digest
 
-LAYOUT = "images.npy (uint8, N x H x W x 3, RGB) and, where known, labels.npy (N integers), classes.txt (a name a line)"
+LAYOUT = (
+    "images.npy (uint8, N x H x W x 3, RGB) and, where known, labels.npy (N integers), classes.txt (one name per line)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +55,16 @@ class ArraySet:
 
 def load_arrays(folder: str) -> ArraySet:
     """The images of a folder that holds images.npy. They stay on disk until they are asked for."""
-    place = Path(folder).expanduser()
-    if not folder or not (place / "images.npy").is_file():
+    root = Path(folder).expanduser()
+    if not folder or not (root / "images.npy").is_file():
         raise FileNotFoundError(f"no image arrays at {folder or 'arrays:'!r}; expected a folder with {LAYOUT}")
     labels, classes = None, None
-    if (place / "classes.txt").is_file():
-        classes = tuple((place / "classes.txt").read_text(encoding="utf-8").split("\n"))
+    if (root / "classes.txt").is_file():
+        classes = tuple((root / "classes.txt").read_text(encoding="utf-8").split("\n"))
         classes = tuple(name.strip() for name in classes if name.strip())
-    if (place / "labels.npy").is_file():
-        labels = read_npy(place / "labels.npy", mapped=False)
-    return ArraySet(f"arrays:{folder}", read_npy(place / "images.npy", mapped=True), labels, classes)
+    if (root / "labels.npy").is_file():
+        labels = read_npy(root / "labels.npy", mapped=False)
+    return ArraySet(f"arrays:{folder}", read_npy(root / "images.npy", mapped=True), labels, classes)
 
 
 def read_npy(path: Path, mapped: bool, layout: str = LAYOUT) -> npt.NDArray[Any]:
@@ -79,6 +80,6 @@ def _checked_labels(name: str, labels: npt.NDArray[Any], count: int, classes: tu
         raise ValueError(f"{name}: expected {count} integer labels, but got {labels.dtype}, {labels.shape}")
     checked = labels.astype(np.int64)
     if checked.min() < 0 or (classes is not None and checked.max() >= len(classes)):
-        expected = "at least 0" if classes is None else f"from 0 to {len(classes) - 1}, one a class"
+        expected = "at least 0" if classes is None else f"from 0 to {len(classes) - 1}, one for each class"
         raise ValueError(f"{name}: expected labels {expected}, but got {checked.min()} to {checked.max()}")
     return checked

@@ -32,7 +32,7 @@ def load_digits(split: str = "") -> ArraySet:
 
 @cache
 def _digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    from PIL import Image  # here, not above: importing the package need not load these
+    from PIL import Image  # here, not above: importing the package must not load these
     from sklearn import datasets
 
     bunch = datasets.load_digits()
@@ -42,7 +42,7 @@ def _digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
 
 
 def _in_train(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Half of every class, drawn once and for all."""
+    """A fixed random half of every class."""
     random = np.random.RandomState(0)  # the old generator: its numbers are promised never to change
     chosen = np.zeros(len(labels), dtype=bool)
     for label in range(len(CLASSES)):

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from cafe_tta.data.digest import files_digest
-from cafe_tta.data.imageset import Images, Labels, UnreadableImage
+from cafe_tta.data.imageset import Images, Labels, UnreadableImage, files_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,14 +21,14 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".webp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
 )
-CONTACT_SHEET = "contact-sheet.png"  # what `cafe-tta corrupt` draws beside its copies
+CONTACT_SHEET = "contact-sheet.png"  # drawn by `cafe-tta corrupt` beside its copies
 _WARNINGS = threading.Lock()  # Python's warning filters are global: one thread at a time may change them
 
 
 class FolderSet:
     """Image files under a folder, in the order of their names. Labels come from the first level of folders."""
 
-    read_as = ""  # what is made of a file before it is an image of this set, for the digest
+    read_as = ""  # how a file becomes an image of this set, for the digest
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).expanduser()
@@ -78,30 +77,30 @@ def stack(name: str, images: list[Images]) -> Images:
         sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images})
         raise ValueError(
             f"{name} has images of different sizes ({', '.join(sizes[:3])}, …), which do not fit one array; "
-            "go through them with data.batches and a preprocessing"
+            "read them with data.Loader and a preprocessing"
         )
     return np.stack(images) if images else np.zeros((0, 0, 0, 3), dtype=np.uint8)
 
 
 def load_folder(folder: str) -> FolderSet:
     """The images of a folder."""
-    place = Path(folder).expanduser()
-    if not folder or not place.is_dir():
-        what = f"{folder} is a file" if place.is_file() else f"no folder at {folder!r}"
+    root = Path(folder).expanduser()
+    if not folder or not root.is_dir():
+        what = f"{folder} is a file" if root.is_file() else f"no folder at {folder!r}"
         raise FileNotFoundError(f"{what}; expected a folder of images, or of one folder of images for each class")
     return FolderSet(folder)
 
 
 def read_image(path: str | os.PathLike[str], upright: bool = True) -> Images:
-    """One image file as RGB pixels (H, W, 3), turned as its EXIF orientation says unless not to be put `upright`.
+    """One image file as RGB pixels (H, W, 3), rotated by its EXIF orientation if `upright`.
 
-    Transparency is dropped, 16-bit values are scaled to 8 bits, of an animation the first picture is taken.
+    Transparency is dropped, 16-bit values are scaled to 8 bits, and of an animation the first frame is read.
     """
     try:
         return _decode(Path(path), upright)
     except MemoryError as error:
         raise UnreadableImage("too large for the memory of this machine") from error
-    except Exception as error:  # decoders meet damaged files with every kind of error there is
+    except Exception as error:  # decoders raise errors of every kind on damaged files
         raise UnreadableImage(_reason(path, error)) from error
 
 
@@ -120,7 +119,7 @@ def decode_image(content: bytes | memoryview, max_pixels: int, formats: tuple[st
         return _decode_file(io.BytesIO(content), True, max_pixels, formats)
     except MemoryError as error:
         raise UnreadableImage("too large for the memory of this machine") from error
-    except Exception as error:  # decoders meet damaged files with every kind of error there is
+    except Exception as error:  # decoders raise errors of every kind on damaged files
         raise UnreadableImage(_reason("", error)) from error
 
 
@@ -130,14 +129,14 @@ def _decode_file(
     from PIL import Image
 
     with _WARNINGS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cannot be read is reported once, by us
+        warnings.simplefilter("ignore")  # an image that cannot be read is reported once, by us
         warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
         image: Image.Image = Image.open(file, formats=formats)
-        turns = _orientation(image) if upright else 1
+        orientation = _orientation(image) if upright else 1
     if max_pixels is not None and image.width * image.height > max_pixels:
         raise ValueError(f"{image.width} x {image.height} pixels, but at most {max_pixels:,} are allowed")
     image.load()
-    return np.ascontiguousarray(_turned(_rgb(image), turns))
+    return np.ascontiguousarray(_rotated(_rgb(image), orientation))
 
 
 def _orientation(image: "Image") -> int:
@@ -147,7 +146,7 @@ def _orientation(image: "Image") -> int:
         return 1
 
 
-def _turned(image: Images, orientation: int) -> Images:
+def _rotated(image: Images, orientation: int) -> Images:
     """Upright, by EXIF's numbers: 5 to 8 swap the axes, and each of 1 to 8 then mirrors none, one or both of them."""
     if orientation in (5, 6, 7, 8):
         image = image.transpose(1, 0, 2)
@@ -185,7 +184,7 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
 
 
 def _is_made_by_corrupt(root: Path) -> bool:
-    """Whether the settings of `cafe-tta corrupt` lie here: a picture of this name may be the user's elsewhere."""
+    """Whether `cafe-tta corrupt` wrote this folder; elsewhere, a file of this name is an image of the user."""
     try:
         settings = json.loads((root / "settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -201,7 +200,7 @@ def _files(root: Path) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(real)
-        # Hidden files are not the user's pictures: thumbnails, the `._name.jpg` of a Mac, folders of version control.
+        # Hidden files are not images of the user: thumbnails, the `._name.jpg` of a Mac, folders of version control.
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         for name in files:
             if not name.startswith(".") and name.lower().endswith(SUFFIXES):

@@ -1,7 +1,6 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import Any
 
 from cafe_tta.adapter import Adapter
@@ -18,6 +17,7 @@ from cafe_tta.methods.infomax import Infomax
 from cafe_tta.methods.source import SourceOnly
 from cafe_tta.methods.t3a import T3A, T3AConfig
 from cafe_tta.methods.tent import Tent, TentConfig
+from cafe_tta.options import describe, did_you_mean, require_known
 
 METHODS: dict[str, type[Adapter]] = {
     "source": SourceOnly,
@@ -48,12 +48,7 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
     if preset is not None and preset not in kind.presets:
         raise ValueError(f"{name} has no preset {preset!r}; choose from: {', '.join(kind.presets) or 'none'}")
     config = kind.Config() if preset is None else kind.presets[preset]
-    known = [field.name for field in fields(config)]
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"{name} has no option {option!r}{did_you_mean(option, known)}; options: {', '.join(known)}"
-            )
+    require_known(options, [described.name for described in describe(kind.Config)], name)
     return replace(config, **options)
 
 
@@ -63,11 +58,6 @@ def create(
     """An adapter by the name of its method. `source` is what the method `needs`; the others ignore it."""
     config = configure(name, preset, **options)
     return method(name)(classifier, source, config)
-
-
-def did_you_mean(word: str, known: Any) -> str:
-    near = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 __all__ = [
@@ -94,6 +84,5 @@ __all__ = [
     "TentConfig",
     "configure",
     "create",
-    "did_you_mean",
     "method",
 ]

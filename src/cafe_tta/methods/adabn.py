@@ -10,27 +10,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import AdapterConfig
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.normalisation import Normalisation, Normaliser
+from cafe_tta.options import option
 
 
 @dataclass(frozen=True)
 class AdaBNConfig(AdapterConfig):
+    """Options of AdaBN.
+
+    >>> AdaBNConfig(prior=16).batch_size
+    32
+    """
+
     batch_size: int = 32  # Appendix A.2
-    momentum: float | None = 0.1  # of the running statistics; None: their average over all batches since the reset
-    prior: float | None = (
-        None  # N of Schneider et al.: normalise with N/(N+n) source + n/(N+n) batch; None: batch alone
+    momentum: float | None = option(
+        0.1, "Momentum of the running statistics; none averages over all batches since the reset.", least=0, most=1
     )
-    min_batch: int = 2  # a smaller batch is answered with the running statistics
-    sync_batchnorm: bool = True  # many ranks: BatchNorm normalises with the batch of all; off: each rank with its own
+    prior: float | None = option(
+        None,
+        "N of Schneider et al.: normalises with N/(N+n) source + n/(N+n) batch; none uses the batch alone.",
+        least=0,
+    )
+    min_batch: int = option(2, "A smaller batch is answered with the running statistics.", least=1)
+    sync_batchnorm: bool = option(
+        True, "With many ranks: whether BatchNorm normalises with the batch of all ranks, or each rank with its own."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.momentum is not None and not 0 <= self.momentum <= 1:
-            raise ValueError(f"expected `momentum` to be between 0 and 1 or None, but got {self.momentum}")
-        if self.prior is not None and self.prior < 0:
-            raise ValueError(f"expected `prior` to be at least 0 or None, but got {self.prior}")
         if self.prior is not None and self.momentum is None:
             raise ValueError("expected a `momentum` with `prior`, but got None: a blend is not averaged from scratch")
 
@@ -39,7 +47,7 @@ class AdaBN(Adapter):
     """Normalises with the batch; the running statistics follow, for evaluation."""
 
     name = "adabn"
-    adds_up = True
+    distributed = True
     Config = AdaBNConfig
     config: AdaBNConfig
     presets: ClassVar = {"cifar": AdaBNConfig(), "imagenet": AdaBNConfig()}
@@ -67,7 +75,7 @@ class AdaBN(Adapter):
                 return self.predict(images), Report(size, stepped=False, reason=reason)
             self.normaliser.adapting()
             features, logits = self.run(images)
-            self.normaliser.settle()
-            if reason := self.unusable(features):
+            self.normaliser.average_statistics()
+            if reason := self.why_unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
             return logits, Report(size, stepped=True)

@@ -12,35 +12,32 @@ from torch import Tensor, nn
 
 from cafe_tta import losses
 from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.options import option
 from cafe_tta.source.swag import Posterior, PosteriorMember
 
 
 @dataclass(frozen=True)
 class BACSConfig(StepConfig):
-    batch_size: int = 128  # Appendix A.2
-    prior_weight: float = 1e-4  # weight of the posterior term
-    variance_floor: float = 1e-6  # added to SWAG's variances, some of which are 0
-    ensemble_size: int | None = None  # members used; None: all that the posterior has. The paper does not give a number
+    """Options of BACS.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prior_weight < 0 or self.variance_floor <= 0:
-            raise ValueError(
-                "expected `prior_weight` to be at least 0 and `variance_floor` to be above 0, "
-                f"but got {self.prior_weight} and {self.variance_floor}"
-            )
-        if self.ensemble_size is not None and self.ensemble_size < 1:
-            raise ValueError(f"expected `ensemble_size` to be at least 1 or None, but got {self.ensemble_size}")
+    >>> BACSConfig(ensemble_size=2).prior_weight
+    0.0001
+    """
+
+    batch_size: int = 128  # Appendix A.2
+    prior_weight: float = option(1e-4, "Weight of the posterior term.", least=0)
+    variance_floor: float = option(1e-6, "Added to SWAG's variances, some of which are 0.", above=0)
+    ensemble_size: int | None = option(
+        None, "Ensemble members used; none uses all members of the posterior. The paper gives no number.", least=1
+    )
 
 
 class _Member(GradientAdapter):
     """One member: mean entropy + w · ½ Σ (θ - μ)² / (σ² + floor). All weights move, and start from μ."""
 
     name = "bacs-member"
-    adds_up = True
-    needs = "posterior"
+    distributed = True
     Config = BACSConfig
     config: BACSConfig
 
@@ -75,7 +72,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
-    adds_up = True
+    distributed = True
     needs = "posterior"
     Config = BACSConfig
     config: BACSConfig
@@ -88,9 +85,7 @@ class BACS(Adapter):
 
     def prepare(self, source: Any) -> None:
         super().prepare(source)
-        if not isinstance(source, Posterior):
-            raise TypeError(f"{self.name} needs a Posterior, but got {type(source).__name__}")
-        source.check_belongs_to(self.classifier)
+        assert isinstance(source, Posterior)
         size = self.config.ensemble_size or len(source.members)
         if size > len(source.members):
             raise ValueError(

@@ -1,7 +1,7 @@
 """CAFe (dimwise): alignment of each feature dimension by itself, without correlations (Sec. 5.2)."""
 
 from cafe_tta.methods.cafe import CAFe
-from cafe_tta.stats import SourceStats
+from cafe_tta.source.stats import SourceStats
 
 
 class CAFeDimwise(CAFe):

@@ -12,10 +12,16 @@ from cafe_tta.normalisation import Normalisation
 
 @dataclass(frozen=True)
 class CAFePlusConfig(CAFeConfig):
-    normalisation: Normalisation = "blend"  # what BatchNorm normalises with while adapting
-    blend: float = 0.25  # weight of the batch's statistics
+    """Options of CAFe+: those of CAFe, with other defaults.
+
+    >>> CAFePlusConfig().normalisation
+    'blend'
+    """
+
+    normalisation: Normalisation = "blend"
+    blend: float = 0.25
     lr: float = 2e-3
-    max_change: float | None = 1e-3  # a step moves the weights by a thousandth of their norm at most
+    max_change: float | None = 1e-3
 
 
 class CAFePlus(CAFe):

@@ -12,29 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
-from cafe_tta.stats import images_of
+from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.options import option
+from cafe_tta.source.value import images_of
 
 
 @dataclass(frozen=True)
 class DANNConfig(StepConfig):
-    batch_size: int = 128  # Appendix D.6
-    iterations: int = 400  # of a whole run; the paper's CIFAR figure
-    hidden: int = 1024  # width of the discriminator
-    reversal: float = 1.0  # weight of the reversed gradient
-    seed: int = 0  # of the discriminator's first weights
+    """Options of DANN.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.iterations < 1 or self.hidden < 1:
-            raise ValueError(f"expected `iterations` and `hidden` above 0, but got {self.iterations} and {self.hidden}")
+    >>> DANNConfig(iterations=100).hidden
+    1024
+    """
+
+    batch_size: int = 128  # Appendix D.6
+    iterations: int = option(400, "Iterations of a whole run, as in the paper for CIFAR.", least=1)
+    hidden: int = option(1024, "Width of the discriminator.", least=1)
+    reversal: float = option(1.0, "Weight of the reversed gradient.")
+    seed: int = option(0, "Seed of the discriminator's initial weights.")
 
 
 class DANN(GradientAdapter):
     """Source cross-entropy + domain cross-entropy with its gradient reversed. Each batch is one iteration.
 
-    Its second argument is a loader of labelled source images, gone through again and again. Everything moves, the head
+    Its second argument is a loader of labelled source images, which is read repeatedly. Everything moves, the head
     too. BatchNorm normalises source and target batches apart; the running statistics are the target's.
     """
 
@@ -49,10 +50,6 @@ class DANN(GradientAdapter):
     }
 
     def prepare(self, source: Any) -> None:
-        if not isinstance(source, Iterable) or iter(source) is source:
-            raise TypeError(
-                f"dann needs a loader of (images, labels) that can be reread, but got {type(source).__name__}"
-            )
         self._loader = source
         self.discriminator = _discriminator(self.classifier.num_features, self.config.hidden).to(
             self.classifier.head.weight

@@ -11,27 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.options import option
 from cafe_tta.source.histograms import SourceHistograms, UnitHistograms
 
 
 @dataclass(frozen=True)
 class FRConfig(StepConfig):
-    momentum: float = 0.9  # Appendix A.2
-    temperature: float = 0.01  # τ of the soft binning: 0.01 offline, 0.05 online (Appendix A.2)
+    """Options of FR.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.temperature > 0:
-            raise ValueError(f"expected `temperature` to be above 0, but got {self.temperature}")
+    >>> FRConfig(temperature=0.05).momentum
+    0.9
+    """
+
+    momentum: float = 0.9  # Appendix A.2
+    temperature: float = option(0.01, "τ of the soft binning: 0.01 offline, 0.05 online (Appendix A.2).", above=0)
 
 
 class FR(GradientAdapter):
     """Moves the histograms of features and logits back to the source's, unit by unit."""
 
     name = "fr"
-    adds_up = True
+    distributed = True
     needs = "histograms"
     Config = FRConfig
     config: FRConfig
@@ -43,9 +44,7 @@ class FR(GradientAdapter):
     }
 
     def prepare(self, source: Any) -> None:
-        if not isinstance(source, SourceHistograms):
-            raise TypeError(f"{self.name} needs SourceHistograms, but got {type(source).__name__}")
-        source.check_belongs_to(self.classifier)
+        assert isinstance(source, SourceHistograms)
         if self.config.temperature not in source.features.counts:
             known = ", ".join(map(str, sorted(source.features.counts)))
             raise ValueError(

@@ -8,15 +8,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from cafe_tta import losses
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
 
 
 class Infomax(GradientAdapter):
     """Makes predictions confident on each image and diverse over the batch."""
 
     name = "infomax"
-    adds_up = True
+    distributed = True
     presets: ClassVar = {
         "cifar": StepConfig(),
         "cifar-online": StepConfig(answer="after-eval"),

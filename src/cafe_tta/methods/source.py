@@ -5,15 +5,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import AdapterConfig
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
 
 
 class SourceOnly(Adapter):
     """The source classifier as it is."""
 
     name = "source"
-    adds_up = True
+    adapts = False
+    distributed = True
     presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:

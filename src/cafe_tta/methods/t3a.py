@@ -10,26 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import losses
-from cafe_tta.adapter import Adapter, Report
-from cafe_tta.config import AdapterConfig
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.options import option
 
 
 @dataclass(frozen=True)
 class T3AConfig(AdapterConfig):
-    batch_size: int = 32  # Appendix A.2
-    support_size: int | None = 20  # M: supports kept for each class; None keeps all, and grows with the stream
+    """Options of T3A.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.support_size is not None and self.support_size < 1:
-            raise ValueError(f"expected `support_size` to be at least 1 or None, but got {self.support_size}")
+    >>> T3AConfig(support_size=None).batch_size
+    32
+    """
+
+    batch_size: int = 32  # Appendix A.2
+    support_size: int | None = option(
+        20, "M: features kept for each class; none keeps all, and grows with the stream.", least=1
+    )
 
 
 class T3A(Adapter):
     """Classifies by the summed directions of each class's M most confident features. The network never changes."""
 
     name = "t3a"
-    adds_up = True
+    distributed = True
     Config = T3AConfig
     config: T3AConfig
     presets: ClassVar = {"cifar": T3AConfig(), "imagenet": T3AConfig()}
@@ -44,9 +47,9 @@ class T3A(Adapter):
             self.normaliser.evaluating()
             features, logits = self.run(images)
             size = self.ranks.count(images)
-            if reason := self.unusable(features):
+            if reason := self.why_unusable(features):
                 return logits, Report(size, stepped=False, refused=True, reason=reason)
-            new = self._judged(self.ranks.rows(features))
+            new = self._judged(self.ranks.gather(features))
             joined = [torch.cat(pair) for pair in zip((self.supports, self.labels, self.entropies), new, strict=True)]
             self._set_supports(*joined)
             return features @ self._class_weights().T, Report(size, stepped=True)

@@ -10,13 +10,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import losses
-from cafe_tta.config import StepConfig
-from cafe_tta.gradient import GradientAdapter
+from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.normalisation import batchnorm_layers, norm_parameters
 
 
 @dataclass(frozen=True)
 class TentConfig(StepConfig):
+    """Options of Tent.
+
+    >>> TentConfig(lr=2.5e-4).batch_size
+    128
+    """
+
     batch_size: int = 128  # Appendix A.2
 
 
@@ -30,7 +35,7 @@ class Tent(GradientAdapter):
     """
 
     name = "tent"
-    adds_up = True
+    distributed = True
     remark = "Tent keeps no running statistics: it normalises with the batch that it answers."
     Config = TentConfig
     presets: ClassVar = {

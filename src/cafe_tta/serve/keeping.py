@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cafe_tta.classifier import describe_difference
 from cafe_tta.serve.adaptation import Adaptation
 from cafe_tta.serve.config import ServiceConfig
 from cafe_tta.serve.replica import SOURCE_VERSION
 from cafe_tta.serve.snapshots import Saved, Store
-from cafe_tta.stats import describe_difference
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cafe_tta.serve.screen import screen
 from cafe_tta.serve.telemetry import Telemetry
 from cafe_tta.serve.watch import Watch
 from cafe_tta.serve.yardstick import Yardstick
-from cafe_tta.stats import SourceStats
+from cafe_tta.source.stats import SourceStats
 
 TICK = 2.0  # seconds between two points of the series
 MOST_OPTED_OUT = 10_000

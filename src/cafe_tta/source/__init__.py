@@ -1,1 +1,63 @@
-"""What is made at the training site: the source classifier, its SWAG posterior, its feature histograms."""
+"""Everything that is made at the training site, and taken to where the images come in.
+
+`SOURCES` lists every kind of value that a method may need of the source domain. Adding one is a class in a file of its
+own and a line here; `cafe-tta stats`, `adapt`, `bench` and `serve` then make, load and check it by themselves.
+"""
+
+import os
+from collections.abc import Iterable
+
+from cafe_tta import storage
+from cafe_tta.options import require_known
+from cafe_tta.source.histograms import SourceHistograms
+from cafe_tta.source.reference import Reference
+from cafe_tta.source.stats import FeatureStats, SourceStats
+from cafe_tta.source.swag import Posterior, SwagCollector
+from cafe_tta.source.value import SourceData, SourceValue
+
+SOURCES: dict[str, type[SourceValue]] = {
+    value.kind: value for value in (SourceStats, SourceHistograms, Posterior, SourceData)
+}
+
+
+def source_kind(kind: str) -> type[SourceValue]:
+    """The class of a kind of source value, or an error that lists the kinds."""
+    require_known([kind], SOURCES, "the source domain", "value")
+    return SOURCES[kind]
+
+
+def load(path: str | os.PathLike[str]) -> SourceValue:
+    """Reads a source value of any kind: its file knows which one it is."""
+    file_kind = storage.kind_of(path)
+    for value in SOURCES.values():
+        if value.file_kind and value.file_kind == file_kind:
+            return value.load(path)
+    kinds = ", ".join(value.file_kind for value in SOURCES.values() if value.file_kind)
+    raise storage.StorageError(f"{path}: expected a file of source values ({kinds}), but it holds {file_kind!r}")
+
+
+def load_all(paths: Iterable[str | os.PathLike[str]]) -> dict[str, SourceValue]:
+    """Source values by kind, from files of different kinds."""
+    values: dict[str, SourceValue] = {}
+    for path in paths:
+        value = load(path)
+        if value.kind in values:
+            raise ValueError(f"expected one file for each kind of source value, but {path} is a second {value.kind}")
+        values[value.kind] = value
+    return values
+
+
+__all__ = [
+    "SOURCES",
+    "FeatureStats",
+    "Posterior",
+    "Reference",
+    "SourceData",
+    "SourceHistograms",
+    "SourceStats",
+    "SourceValue",
+    "SwagCollector",
+    "load",
+    "load_all",
+    "source_kind",
+]

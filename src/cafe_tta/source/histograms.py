@@ -1,16 +1,16 @@
-"""Soft histograms of the source features and logits: what FR takes to the target domain."""
+"""Soft histograms of the source features and logits: what FR needs of the source domain."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from cafe_tta import losses, storage
-from cafe_tta.classifier import SplitClassifier, evaluating
-from cafe_tta.stats import check_belongs_to, classifier_meta, images_of, require_classifier
+from cafe_tta.classifier import SplitClassifier, evaluating, require_classifier, require_match
+from cafe_tta.source.value import SourceValue, images_of, require_rereadable
 
 FORMAT_VERSION = 1
 TEMPERATURES = (0.01, 0.05)  # τ of the paper, offline and online (Appendix A.2)
@@ -39,8 +39,18 @@ class UnitHistograms:
 
 
 @dataclass(frozen=True)
-class SourceHistograms:
-    """Histograms of every feature and every logit over the source images."""
+class SourceHistograms(SourceValue):
+    """Soft histograms of every feature and every logit over the source images.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
+    >>> SourceHistograms.fit(classifier, [torch.rand(8, 3, 2, 2)]).count
+    8
+    """
+
+    kind = "histograms"
+    file_kind = "source-histograms"
+    how_to_make = "make them with SourceHistograms.fit(classifier, source_loader) or `cafe-tta stats --kind histograms`"
 
     features: UnitHistograms
     logits: UnitHistograms
@@ -48,30 +58,25 @@ class SourceHistograms:
     count: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
+    @classmethod
     def fit(
+        cls,
         classifier: SplitClassifier,
         loader: Iterable[Any],
         num_bins: int = 8,
         temperatures: Sequence[float] = TEMPERATURES,
-    ) -> "SourceHistograms":
+    ) -> Self:
         """Two passes over the source images, in evaluation mode: ranges first, then soft counts."""
         require_classifier(classifier)
-        if iter(loader) is loader:
-            raise TypeError(
-                "expected a loader that can be gone through twice, but got an iterator; pass a list or a DataLoader"
-            )
+        require_rereadable(loader, "histograms take two passes: pass a list or a DataLoader")
         if num_bins < 1 or not temperatures or min(temperatures) <= 0:
             raise ValueError(f"expected bins and temperatures above 0, but got {num_bins} and {list(temperatures)}")
         ranges: list[tuple[Tensor, Tensor]] = []
         count = 0
         for values in _passes(classifier, loader):
-            found = [(v.amin(0), v.amax(0)) for v in values]
-            ranges = (
-                [(torch.minimum(a, c), torch.maximum(b, d)) for (a, b), (c, d) in zip(ranges, found, strict=True)]
-                if ranges
-                else found
-            )
+            batch = [(v.amin(0), v.amax(0)) for v in values]
+            pairs = zip(ranges or batch, batch, strict=True)
+            ranges = [(torch.minimum(a, c), torch.maximum(b, d)) for (a, b), (c, d) in pairs]
             count += len(values[0])
         if not count:
             raise ValueError("expected at least one source image, but the loader was empty")
@@ -85,11 +90,11 @@ class SourceHistograms:
         features, logits = (
             UnitHistograms(layer.low, layer.high, sums) for layer, sums in zip(layers, counts, strict=True)
         )
-        return SourceHistograms(features, logits, num_bins, count, classifier_meta(classifier))
+        return cls(features, logits, num_bins, count, classifier.identity())
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
-        """Refuses a classifier other than the one whose features these are, and says what differs."""
-        check_belongs_to("source histograms", len(self.features.low), self.meta, classifier)
+        """Raises where the features are another classifier's, and says what differs."""
+        require_match("source histograms", len(self.features.low), self.meta, classifier)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the histograms to a safetensors file and returns its size in bytes."""
@@ -98,24 +103,24 @@ class SourceHistograms:
             tensors |= {f"{name}.low": layer.low, f"{name}.high": layer.high}
             tensors |= {f"{name}.counts.{temperature}": counts for temperature, counts in layer.counts.items()}
         meta = {"num_bins": self.num_bins, "count": self.count, "classifier": dict(self.meta)}
-        return storage.write(path, "source-histograms", FORMAT_VERSION, tensors, meta)
+        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, meta)
 
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "SourceHistograms":
-        tensors, meta = storage.read(path, "source-histograms", FORMAT_VERSION)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
 
         def layer(name: str) -> UnitHistograms:
             start = f"{name}.counts."
             counts = {float(key.removeprefix(start)): t for key, t in tensors.items() if key.startswith(start)}
             return UnitHistograms(tensors[f"{name}.low"], tensors[f"{name}.high"], counts)
 
-        return SourceHistograms(layer("features"), layer("logits"), meta["num_bins"], meta["count"], meta["classifier"])
+        return cls(layer("features"), layer("logits"), meta["num_bins"], meta["count"], meta["classifier"])
 
 
 def _passes(classifier: SplitClassifier, loader: Iterable[Any]) -> Iterable[tuple[Tensor, Tensor]]:
     """Features and logits of every batch, in float64 on the CPU."""
-    place = next(classifier.parameters())
+    weights = next(classifier.parameters())
     with torch.no_grad(), evaluating(classifier):
         for batch in loader:
-            features, logits = classifier.features_and_logits(images_of(batch).to(place))
+            features, logits = classifier.features_and_logits(images_of(batch).to(weights))
             yield features.cpu().double(), logits.cpu().double()

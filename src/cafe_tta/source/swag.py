@@ -1,13 +1,14 @@
-"""SWAG with a diagonal covariance: the posterior over weights that BACS takes to the target domain.
+"""SWAG with a diagonal covariance: the posterior over weights that BACS needs of the source domain.
 
 Maddox et al., A simple baseline for Bayesian uncertainty in deep learning, NeurIPS 2019. https://arxiv.org/abs/1902.02476
 """
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.normalisation import batchnorm_layers
-from cafe_tta.stats import images_of
+from cafe_tta.source.value import SourceValue, images_of
 
 FORMAT_VERSION = 1
 
@@ -38,8 +39,19 @@ class PosteriorMember:
 
 
 @dataclass(frozen=True)
-class Posterior:
-    """One posterior for each member of an ensemble: each from a training run of its own."""
+class Posterior(SourceValue):
+    """One diagonal Gaussian over the weights for each member of an ensemble, each from its own training run.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    >>> loader = [(torch.rand(8, 3, 2, 2), torch.zeros(8, dtype=torch.long))]
+    >>> len(Posterior.fit(classifier, loader, epochs=1, batch_size=2).members)
+    1
+    """
+
+    kind = "posterior"
+    file_kind = "posterior"
+    how_to_make = "collect one with Posterior.fit(classifier, labelled_loader), or while training with `cafe-tta train`"
 
     members: tuple[PosteriorMember, ...]
 
@@ -48,13 +60,28 @@ class Posterior:
             raise ValueError("expected a posterior of at least one member, but got none")
         object.__setattr__(self, "members", tuple(self.members))
 
+    @classmethod
+    def fit(cls, classifier: SplitClassifier, loader: Iterable[Any], **options: Any) -> Self:
+        """SWAG around the weights of a trained classifier, which stays as it is.
+
+        The loader gives (images, labels), which are kept in memory; options: see `source.train.collect_swag`.
+        """
+        from cafe_tta.source.train import collect_swag  # which needs this module
+
+        batches = list(loader)
+        if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches) or not batches:
+            raise TypeError("expected a loader of (images, labels) to collect a SWAG posterior with")
+        images, labels = torch.cat([images_of(batch) for batch in batches]), torch.cat([batch[1] for batch in batches])
+        posterior = collect_swag(copy.deepcopy(classifier).requires_grad_(True), images, labels, **options)
+        return cls(posterior.members)
+
     @staticmethod
     def join(*posteriors: "Posterior") -> "Posterior":
         """An ensemble of several posteriors."""
         return Posterior(tuple(member for posterior in posteriors for member in posterior.members))
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
-        """Refuses a classifier with other parameters than the posterior's, and says what differs."""
+        """Raises where the classifier has other parameters than the posterior, and says what differs."""
         expected = {name: tuple(p.shape) for name, p in classifier.named_parameters()}
         for number, member in enumerate(self.members):
             found = {name: tuple(mean.shape) for name, mean in member.mean.items()}
@@ -73,18 +100,18 @@ class Posterior:
             for part in ("mean", "variance", "buffers")
             for name, tensor in getattr(member, part).items()
         }
-        return storage.write(path, "posterior", FORMAT_VERSION, tensors, {"members": len(self.members)})
+        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, {"members": len(self.members)})
 
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> "Posterior":
-        tensors, meta = storage.read(path, "posterior", FORMAT_VERSION)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
         parts: list[dict[str, dict[str, Tensor]]] = [
             {"mean": {}, "variance": {}, "buffers": {}} for _ in range(meta["members"])
         ]
         for key, tensor in tensors.items():
             number, part, name = key.split(".", 2)
             parts[int(number)][part][name] = tensor
-        return Posterior(tuple(PosteriorMember(**part) for part in parts))
+        return cls(tuple(PosteriorMember(**part) for part in parts))
 
 
 class SwagCollector:
@@ -144,11 +171,11 @@ def recompute_batchnorm(module: nn.Module, loader: Iterable[Any]) -> None:
         layer.reset_running_stats()
         layer.momentum = None  # a plain average over the batches
         layer.training = True
-    place = next(module.parameters())
+    weights = next(module.parameters())
     try:
         with torch.no_grad():
             for batch in chain([first], batches):
-                module(images_of(batch).to(place))
+                module(images_of(batch).to(weights))
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum

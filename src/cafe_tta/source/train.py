@@ -1,4 +1,4 @@
-"""Training of the source classifier, for those who have none yet (Appendix A.1).
+"""Training of a source classifier (Appendix A.1).
 
 Momentum SGD with a learning rate that falls to zero along a cosine; then a constant learning rate, at which the weights
 are collected for SWAG. The mean of the collected weights is the source classifier.
@@ -17,39 +17,45 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import storage
-from cafe_tta.classifier import SplitClassifier
+from cafe_tta.classifier import SplitClassifier, require_classifier
+from cafe_tta.options import Options, option
 from cafe_tta.source.swag import Posterior, SwagCollector
-from cafe_tta.stats import require_classifier
 
 CHECKPOINT_VERSION = 1
 PADDING = 4  # pixels that a random crop may move an image
 Augmentation = Literal["crop-flip", "crop", "none"]
-AUGMENTATIONS = ("crop-flip", "crop", "none")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """How the source classifier is trained; the defaults are the paper's for CIFAR (Appendix A.1)."""
+class TrainConfig(Options):
+    """How the source classifier is trained; the defaults are the paper's for CIFAR (Appendix A.1).
 
-    epochs: int = 200  # with the cosine, A.1; 0: only the SWAG epochs
-    batch_size: int = 128  # A.1
-    lr: float = 0.1  # at the start, A.1
-    momentum: float = 0.9  # A.1
-    weight_decay: float = 5e-4  # A.1
-    swag_epochs: int = 100  # after those with the cosine, A.1; 0: plain training, no posterior
-    swag_lr: float = 0.01  # A.1
-    collections_per_epoch: int = 4  # A.1
-    augment: Augmentation = "crop-flip"  # the paper does not say; usual for CIFAR. Digits must not be flipped: "crop"
-    seed: int = 0  # of the order of the images, their augmentation, and dropout
+    >>> TrainConfig(momentum=1)
+    Traceback (most recent call last):
+    ValueError: expected `momentum` to be at least 0 and below 1, but got 1
+    """
+
+    epochs: int = option(
+        200, "Epochs with a learning rate that falls along a cosine; 0: only the SWAG epochs.", least=0
+    )
+    batch_size: int = option(128, "Images in a batch.", least=1)
+    lr: float = option(0.1, "Learning rate at the start; it falls to 0 along a cosine.", least=0)
+    momentum: float = option(0.9, "Momentum of SGD.", least=0, below=1)
+    weight_decay: float = option(5e-4, "Weight decay of SGD.", least=0)
+    swag_epochs: int = option(
+        100, "Further epochs, which collect weights for the posterior that `bacs` needs; 0: no posterior.", least=0
+    )
+    swag_lr: float = option(0.01, "Learning rate of the SWAG epochs.", least=0)
+    collections_per_epoch: int = option(4, "Times that weights are collected in a SWAG epoch.", least=1)
+    augment: Augmentation = option(  # the paper does not say; this is usual for CIFAR
+        "crop-flip", "Augmentation of the images: crop-flip, crop or none. Digits must not be flipped."
+    )
+    seed: int = option(0, "Seed of the order of the images, of their augmentation, and of dropout.", least=0)
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "swag_epochs", "lr", "swag_lr", "weight_decay", "seed"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        for name in ("batch_size", "collections_per_epoch"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1", self.momentum)
-        _require(self.augment in AUGMENTATIONS, "augment", f"one of {', '.join(AUGMENTATIONS)}", self.augment)
-        _require(self.epochs + self.swag_epochs >= 1, "epochs", "at least 1, as `swag_epochs` is 0", self.epochs)
+        super().__post_init__()
+        if self.total_epochs < 1:
+            raise ValueError(f"expected `epochs` to be at least 1, as `swag_epochs` is 0, but got {self.epochs!r}")
         if self.swag_epochs * self.collections_per_epoch == 1:
             raise ValueError("expected at least 2 collections for SWAG, but got 1; raise `collections_per_epoch`")
 
@@ -82,7 +88,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What comes out of training, beside the classifier itself."""
+    """The result of training, beside the classifier itself."""
 
     posterior: Posterior | None  # None without SWAG epochs
     losses: tuple[float, ...]  # mean of each epoch
@@ -133,32 +139,19 @@ def collect_swag(
     *,
     epochs: int = 10,
     lr: float = 1e-4,
-    batch_size: int = 128,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    collections_per_epoch: int = 4,
-    augment: Augmentation = "none",
-    seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    **options: Any,
 ) -> Posterior:
     """A SWAG posterior around weights that are trained already; the classifier becomes its mean.
 
-    The defaults are the paper's for ImageNet: vanilla SGD, four collections an epoch (Appendix A.1).
+    The defaults are the paper's for ImageNet: vanilla SGD, four collections an epoch (Appendix A.1). `options` are
+    those of `TrainConfig`.
     """
     if epochs < 1:
         raise ValueError(f"expected `epochs` to be at least 1, but got {epochs}")
-    config = TrainConfig(
-        epochs=0,
-        batch_size=batch_size,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        swag_epochs=epochs,
-        swag_lr=lr,
-        collections_per_epoch=collections_per_epoch,
-        augment=augment,
-        seed=seed,
-    )
+    vanilla: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "augment": "none"}
+    config = TrainConfig(epochs=0, swag_epochs=epochs, swag_lr=lr, **(vanilla | options))
     posterior = train(classifier, images, labels, config, checkpoint, progress).posterior
     assert posterior is not None
     return posterior
@@ -172,11 +165,13 @@ def augmented(images: Tensor, kind: Augmentation) -> Tensor:
     if kind == "none":
         return images
     size, channels, height, width = images.shape
-    place = images.device
-    rows = torch.arange(height, device=place) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=place)  # (B, H)
-    cols = torch.arange(width, device=place) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=place)  # (B, W)
+    device = images.device
+    rows = torch.arange(height, device=device) + torch.randint(
+        -PADDING, PADDING + 1, (size, 1), device=device
+    )  # (B, H)
+    cols = torch.arange(width, device=device) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=device)  # (B, W)
     if kind == "crop-flip":
-        cols = torch.where(torch.rand(size, 1, device=place) < 0.5, cols.flip(1), cols)
+        cols = torch.where(torch.rand(size, 1, device=device) < 0.5, cols.flip(1), cols)
     rows, cols = rows.clamp(0, height - 1), cols.clamp(0, width - 1)
     pixels = (rows[:, :, None] * width + cols[:, None, :]).reshape(size, 1, -1)  # (B, 1, H·W)
     moved = images.reshape(size, channels, -1).gather(2, pixels.expand(-1, channels, -1))
@@ -211,11 +206,11 @@ class _Run:
         collect_after = {round(steps * n / config.collections_per_epoch) for n in collections} if swag else set()
         total, hits, lr = 0.0, 0, 0.0
         self.classifier.train()
-        with _seeded(config.seed, self.epoch, self.images.device, self._place.device):
+        with _seeded(config.seed, self.epoch, self.images.device, self._like.device):
             for step, (images, labels) in enumerate(self._batches(), start=1):
                 lr = config.learning_rate(self.epoch + (step - 1) / steps)
-                logits = self.classifier(augmented(images, config.augment).to(self._place))
-                labels = labels.to(self._place.device)
+                logits = self.classifier(augmented(images, config.augment).to(self._like))
+                labels = labels.to(self._like.device)
                 loss = nn.functional.cross_entropy(logits, labels)
                 value = loss.item()
                 if not math.isfinite(value):
@@ -229,9 +224,7 @@ class _Run:
                     self.collector.collect(self.classifier)
                 total += value * len(labels)
                 hits += int((logits.argmax(1) == labels).sum())
-        if not all(
-            torch.isfinite(parameter).all() for parameter in self.parameters
-        ):  # the last step may have broken them
+        if not all(torch.isfinite(parameter).all() for parameter in self.parameters):  # after the last step
             raise self._diverged("the weights became NaN or infinite", lr)
         self.epoch += 1
         self.losses.append(total / len(self.images))
@@ -240,17 +233,17 @@ class _Run:
         return Progress(self.epoch, config.total_epochs, phase, self.losses[-1], self.accuracies[-1], lr)
 
     def finish(self) -> TrainResult:
-        """The classifier becomes the mean of what was collected."""
+        """The classifier becomes the mean of the collected weights."""
         posterior = None
         if self.config.swag_epochs:
-            with _seeded(self.config.seed, self.epoch, self.images.device, self._place.device):
+            with _seeded(self.config.seed, self.epoch, self.images.device, self._like.device):
                 posterior = self.collector.posterior(self.classifier, self._batches())
         self.classifier.eval()
         hits = 0
         with torch.no_grad():
             for start in range(0, len(self.images), self.config.batch_size):
                 chosen = slice(start, start + self.config.batch_size)
-                logits = self.classifier(self.images[chosen].to(self._place))
+                logits = self.classifier(self.images[chosen].to(self._like))
                 hits += int((logits.argmax(1).to(self.labels.device) == self.labels[chosen]).sum())
         return TrainResult(posterior, tuple(self.losses), tuple(self.accuracies), hits / len(self.images))
 
@@ -268,7 +261,8 @@ class _Run:
         )
 
     @property
-    def _place(self) -> Tensor:
+    def _like(self) -> Tensor:
+        """A tensor with the device and the type of the classifier."""
         return self.classifier.head.weight
 
     # Checkpoints
@@ -304,8 +298,8 @@ class _Run:
         weights = _part(tensors, "classifier.")
         if difference := self._difference(meta, weights):
             raise ValueError(
-                f"{path} is the checkpoint of another training run: {difference}; give the same arguments to go on, "
-                "or another file to begin anew"
+                f"{path} is the checkpoint of another training run: {difference}; give the same arguments to continue, "
+                "or another file to start anew"
             )
         with torch.no_grad():
             for name, tensor in self.classifier.state_dict().items():
@@ -314,25 +308,32 @@ class _Run:
             parameter = self.parameters[int(number)]
             self.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device)
         if swag := _part(tensors, "swag."):
-            self.collector.set_state({name: tensor.to(self._place.device) for name, tensor in swag.items()})
+            self.collector.set_state({name: tensor.to(self._like.device) for name, tensor in swag.items()})
         self.epoch = meta["epoch"]
         self.losses, self.accuracies = list(meta["losses"]), list(meta["accuracies"])
 
     def _difference(self, meta: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
-        """What a checkpoint was made with and this run was not, in words."""
+        """How a checkpoint's run differs from this one, in words."""
         theirs, ours = meta["config"], asdict(self.config)
         names = [field.name for field in fields(self.config) if theirs.get(field.name) != ours[field.name]]
-        told = [f"{name}={theirs.get(name)!r} there, {ours[name]!r} here" for name in names]
+        differences = [f"{name}={theirs.get(name)!r} there, {ours[name]!r} here" for name in names]
         if meta["data"]["count"] != self.data["count"]:
-            told.append(f"{meta['data']['count']} images there, {self.data['count']} here")
+            differences.append(f"{meta['data']['count']} images there, {self.data['count']} here")
         else:
-            told += [f"other {name}" for name in ("images", "labels") if meta["data"][name] != self.data[name]]
+            differences += [f"other {name}" for name in ("images", "labels") if meta["data"][name] != self.data[name]]
         a = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         b = {name: tuple(tensor.shape) for name, tensor in self.classifier.state_dict().items()}
         if changed := [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]:
             there, here = (shapes.get(changed[0], "none") for shapes in (a, b))
-            told.append(f"another classifier: `{changed[0]}` has shape {there} there, {here} here")
-        return "; ".join(told)
+            differences.append(f"another classifier: `{changed[0]}` has shape {there} there, {here} here")
+        return "; ".join(differences)
+
+
+def epochs_done(checkpoint: Path) -> int:
+    """The number of epochs that a checkpoint holds; 0 where there is none."""
+    if not checkpoint.exists():
+        return 0
+    return int(storage.read(checkpoint, "training", CHECKPOINT_VERSION)[1]["epoch"])
 
 
 def _part(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
@@ -344,10 +345,10 @@ def _num_steps(images: int, config: TrainConfig) -> int:
 
 
 @contextmanager
-def _seeded(seed: int, epoch: int, *places: torch.device) -> Iterator[None]:
-    """Random numbers that depend on seed and epoch alone; the caller's own go on afterwards as before."""
+def _seeded(seed: int, epoch: int, *devices: torch.device) -> Iterator[None]:
+    """Random numbers that depend on seed and epoch alone; those of the caller are not changed."""
     state = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
-    with torch.random.fork_rng(devices=list({place for place in places if place.type == "cuda"})):
+    with torch.random.fork_rng(devices=list({device for device in devices if device.type == "cuda"})):
         torch.manual_seed(state)
         yield
 
@@ -379,8 +380,3 @@ def _check_data(classifier: SplitClassifier, images: Tensor, labels: Tensor, con
             f"an epoch of {steps} steps cannot collect weights {config.collections_per_epoch} times; "
             "lower `collections_per_epoch` or `batch_size`"
         )
-
-
-def _require(good: bool, name: str, expected: str, value: object) -> None:
-    if not good:
-        raise ValueError(f"expected `{name}` to be {expected}, but got {value!r}")

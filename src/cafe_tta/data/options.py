@@ -1,0 +1,19 @@
+"""The options that describe a set of images."""
+
+from dataclasses import dataclass
+
+from cafe_tta.options import Options, option
+
+
+@dataclass(frozen=True)
+class DataOptions(Options):
+    """Which images are read, and how.
+
+    >>> DataOptions("digits:test").workers
+    0
+    """
+
+    data: str = option(
+        "", "The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR.", required=True
+    )
+    workers: int = option(0, "Number of threads that read images ahead.", least=0)

@@ -1,0 +1,62 @@
+"""The files of results that a run leaves in its folder."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cafe_tta import data, storage
+from cafe_tta.data import Labels
+
+FILES = ("predictions.csv", "unreadable.csv", "state.safetensors", "summary.json")
+
+
+def remove(output: Path) -> None:
+    """Removes the files of an earlier run, and nothing else: the folder may hold other files."""
+    for name in FILES:
+        (output / name).unlink(missing_ok=True)
+
+
+def write_predictions(
+    path: Path, imageset: data.ImageSet, answers: npt.NDArray[np.void], classes: Sequence[str] | None
+) -> None:
+    rows = (
+        (
+            imageset.item_name(int(answer["index"])),
+            classes[answer["label"]] if classes else int(answer["label"]),
+            f"{answer['confidence']:.6f}",
+        )
+        for answer in answers
+    )
+    _write_csv(path, ("file", "class", "confidence"), rows)
+
+
+def write_unreadable(output: Path, unreadable: list[data.Unreadable]) -> None:
+    if unreadable:
+        _write_csv(
+            output / "unreadable.csv",
+            ("file", "why"),
+            ((item.name, item.why) for item in sorted(unreadable, key=lambda item: item.index)),
+        )
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    storage.write_bytes(path, text.getvalue().encode(errors="surrogateescape"))  # file names need not be valid Unicode
+
+
+def accuracy(answers: npt.NDArray[np.void], labels: Labels | None) -> tuple[float | None, int]:
+    """Accuracy on the images with a known label, and their number."""
+    if labels is None:
+        return None, 0
+    truth = labels[answers["index"]]
+    known = truth >= 0
+    if not known.any():
+        return None, 0
+    return float((answers["label"][known] == truth[known]).mean()), int(known.sum())

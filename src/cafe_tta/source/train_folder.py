@@ -1,0 +1,184 @@
+"""Trains a source classifier on an image set, and keeps model, posterior and report in a folder."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cafe_tta import models, storage
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.data import Advance, ImageSet, Labels, Loader, Unreadable, match_labels
+from cafe_tta.data import load as load_images
+from cafe_tta.models import Model, ModelOptions
+from cafe_tta.source.train import TrainConfig, epochs_done, train
+
+ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]  # with a description and a total
+DEFAULT_MODEL = "cafe:digits-resnet"
+
+
+def _no_progress(description: str, total: int) -> AbstractContextManager[Advance]:
+    return nullcontext(lambda amount: None)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run and its folder. A run that was stopped continues when it is started with the same settings.
+
+    The folder holds model.safetensors, posterior.safetensors (with SWAG epochs) and train.json, the report, which is
+    written last; before, it holds checkpoint.safetensors. The number of classes of the model is that of the images.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     config = TrainConfig(epochs=1, swag_epochs=0, batch_size=256)
+    ...     run = TrainingRun("digits:test", Path(folder), config=config)
+    ...     report = run.train()
+    ...     run.finished() == report, report["images"]
+    (True, 896)
+    """
+
+    data: str
+    output: Path
+    model: ModelOptions = field(default_factory=lambda: ModelOptions(DEFAULT_MODEL))
+    config: TrainConfig = field(default_factory=TrainConfig)
+    test: str | None = None  # labelled images to measure the accuracy on in the end
+    new_head: bool = False  # keep all but the last layer of the model's weights
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.output / "checkpoint.safetensors"
+
+    @property
+    def report(self) -> Path:
+        return self.output / "train.json"
+
+    @property
+    def epochs_done(self) -> int:
+        return epochs_done(self.checkpoint)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the result, as the report has it."""
+        model = {key: value for key, value in asdict(self.model).items() if key not in ("num_classes", "device")}
+        model |= {"model": str(model["model"]), "weights": model["weights"] and str(model["weights"])}
+        model |= {key: model[key] and ",".join(map(str, model[key])) for key in ("mean", "std")}
+        return {"data": self.data, "test": self.test, **model, "new_head": self.new_head, **asdict(self.config)}
+
+    def clear(self) -> None:
+        """Removes the results and the checkpoint of an earlier run."""
+        for path in (self.report, self.checkpoint, *(self.output / name for name in _RESULTS)):
+            path.unlink(missing_ok=True)
+
+    def finished(self) -> dict[str, Any] | None:
+        """The report, if the run is finished. A finished run with other settings is refused."""
+        if not self.report.exists():
+            return None
+        report: dict[str, Any] = json.loads(self.report.read_text())
+        theirs, ours = report["settings"], self.settings
+        if names := sorted(key for key in theirs.keys() | ours.keys() if _differ(theirs.get(key), ours.get(key))):
+            shown = ", ".join(f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} now" for name in names)
+            raise ValueError(
+                f"{self.output} holds a finished run with other settings: {shown}; choose another `output`, or clear it"
+            )
+        return report
+
+    def train(
+        self,
+        workers: int = 0,
+        progress: ShowProgress = _no_progress,
+        on_unreadable: Callable[[list[Unreadable]], None] = lambda items: None,
+    ) -> dict[str, Any]:
+        """Trains, from the checkpoint on if there is one; writes model, posterior and report; returns the report."""
+        imageset = load_images(self.data)
+        if imageset.labels is None:
+            raise ValueError(f"expected labelled images, but {self.data} has no class folders and no labels")
+        model = self._build(imageset)
+        classes = model.classes or imageset.classes
+        with progress("reading", len(imageset)) as advance:
+            labels = _all_labels(imageset, classes, model.classifier.num_classes)
+            loader = Loader(imageset, model.preprocessing, labels=labels, workers=workers, advance=advance)
+            images, targets = _read_all(loader)
+        on_unreadable(loader.unreadable)
+        self.output.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        with progress("training", self.config.total_epochs) as advance:
+            advance(self.epochs_done)
+            result = train(model.classifier, images, targets, self.config, self.checkpoint, lambda report: advance(1))
+        written = (model.classifier, model.architecture, model.preprocessing, classes)
+        size = models.save(self.output / _RESULTS[0], *written)
+        if result.posterior is not None:
+            result.posterior.save(self.output / _RESULTS[1])
+        report = {
+            "settings": self.settings,
+            "images": len(images),
+            "classes": None if classes is None else list(classes),
+            "model_bytes": size,
+            "seconds": time.perf_counter() - began,
+            "losses": list(result.losses),
+            "train_accuracy": result.train_accuracy,
+            "test_accuracy": None if self.test is None else self._test(replace(model, classes=classes), workers),
+        }
+        storage.write_bytes(self.report, (json.dumps(report, indent=2) + "\n").encode())
+        self.checkpoint.unlink(missing_ok=True)
+        return report
+
+    def _build(self, imageset: ImageSet) -> Model:
+        assert imageset.labels is not None
+        num_classes = int(imageset.labels.max()) + 1 if imageset.classes is None else len(imageset.classes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)  # of the first weights
+            options = replace(self.model, num_classes=num_classes)
+            return models.load_classifier(options, new_head=self.new_head, untrained=True)
+
+    def _test(self, model: Model, workers: int) -> float:
+        assert self.test is not None
+        imageset = load_images(self.test)
+        labels, reason = match_labels(imageset, model.classes, model.classifier.num_classes)
+        if labels is None:
+            raise ValueError(f"expected labelled images to test on, but {self.test}: {reason}")
+        loader = Loader(imageset, model.preprocessing, self.config.batch_size, labels=labels, workers=workers)
+        return _accuracy(model.classifier, loader)
+
+
+_RESULTS = ("model.safetensors", "posterior.safetensors")
+
+
+def _differ(theirs: Any, ours: Any) -> bool:
+    """Whether two settings differ; `0.5,0.5,0.5` and `0.50,0.50,0.50` do not."""
+    if isinstance(theirs, str) and isinstance(ours, str) and theirs.count(",") == ours.count(",") == 2:
+        try:
+            return [float(part) for part in theirs.split(",")] != [float(part) for part in ours.split(",")]
+        except ValueError:
+            pass  # not numbers
+    return bool(theirs != ours)
+
+
+def _all_labels(imageset: ImageSet, classes: tuple[str, ...] | None, num_classes: int) -> Labels:
+    labels, reason = match_labels(imageset, classes, num_classes)
+    if labels is None or (labels < 0).any():
+        raise ValueError(
+            f"expected a class of the model for every image of {imageset.name}; {reason or 'some have none'}"
+        )
+    return labels
+
+
+def _read_all(loader: Loader) -> tuple[Tensor, Tensor]:
+    pairs = list(loader)
+    if not pairs:
+        raise ValueError(f"none of the {len(loader.imageset)} images of {loader.imageset.name} could be read")
+    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+
+
+def _accuracy(classifier: SplitClassifier, loader: Loader) -> float:
+    hits, total = 0, 0
+    for images, labels in loader:
+        with torch.no_grad():
+            answers = classifier(images.to(classifier.head.weight)).argmax(1).cpu()
+        hits += int((answers == labels).sum())
+        total += len(labels)
+    return hits / max(total, 1)

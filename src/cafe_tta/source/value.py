@@ -1,0 +1,81 @@
+"""What a method may need of the source domain: the base class of every kind of source value."""
+
+import os
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from cafe_tta.classifier import SplitClassifier
+
+
+class SourceValue:
+    """A value computed at the training site, saved to a file, and loaded where the images come in.
+
+    A subclass sets `kind` and `how_to_make`, writes the methods below, and is added to `cafe_tta.source.SOURCES`;
+    a method asks for it with `needs = kind`. Every command then makes, loads, checks and passes it on.
+    """
+
+    kind: ClassVar[str]  # its key in `SOURCES`, and what methods write in `needs`
+    file_kind: ClassVar[str]  # what its files call themselves
+    how_to_make: ClassVar[str]  # ends an error: "tent needs X, but got none; " + how_to_make
+
+    @classmethod
+    def fit(cls, classifier: SplitClassifier, loader: Iterable[Any]) -> Self:
+        """Computes the value from source images: batches of images, or of (images, labels), that can be reread."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the value to a safetensors file, and returns its size in bytes."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote."""
+        raise NotImplementedError
+
+    def check_belongs_to(self, classifier: SplitClassifier) -> None:
+        """Raises where the value was computed with another classifier, and says what differs."""
+        raise NotImplementedError
+
+    @classmethod
+    def require(cls, source: Any, classifier: SplitClassifier, method: str) -> None:
+        """Raises where `source` is not a value of this kind for this classifier."""
+        if source is None:
+            raise ValueError(f"{method} needs {cls.kind} of the source domain, but got none; {cls.how_to_make}")
+        if not isinstance(source, cls):
+            raise TypeError(f"{method} needs {cls.__name__}, but got {type(source).__name__}; {cls.how_to_make}")
+        source.check_belongs_to(classifier)
+
+
+class SourceData(SourceValue):
+    """Labelled source images themselves: any loader of (images, labels) that can be reread."""
+
+    kind = "data"
+    file_kind = ""  # there are no files of it: loaders are passed as they are
+    how_to_make = "pass a loader of (images, labels), such as a DataLoader or a list"
+
+    @classmethod
+    def require(cls, source: Any, classifier: SplitClassifier, method: str) -> None:
+        if source is None:
+            super().require(source, classifier, method)
+        require_rereadable(source, f"{method} needs labelled source images: {cls.how_to_make}")
+
+
+def require_rereadable(loader: Any, why: str) -> None:
+    """Raises where a loader can be read only once."""
+    if not isinstance(loader, Iterable) or iter(loader) is loader:
+        raise TypeError(f"expected a loader that can be read more than once, but got {type(loader).__name__}; {why}")
+
+
+def images_of(batch: Any) -> Tensor:
+    """The images of a loader's batch: the batch itself, or the first entry of a tuple such as (images, labels)."""
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(images, Tensor):
+        raise TypeError(f"expected batches of tensors or of (images, labels), but got {type(images).__name__}")
+    if not images.is_floating_point():
+        raise TypeError(
+            f"expected floating-point images, normalised as in training, but got {images.dtype}; "
+            "divide by 255 and normalise first"
+        )
+    return images
