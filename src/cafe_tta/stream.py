@@ -49,7 +49,15 @@ class Evaluation(Generic[B]):
 
 
 def adapt(adapter: Adapter, batches: Iterable[B]) -> Iterator[Answer[B]]:
-    """Shows every batch to the adapter, in order, and yields its answers as they come."""
+    """Shows every batch to the adapter, in order, and yields its answers as they come.
+
+    >>> from types import SimpleNamespace
+    >>> from cafe_tta import create, split_classifier
+    >>> classifier = split_classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
+    >>> batches = [SimpleNamespace(images=torch.zeros(2, 3, 2, 2))]
+    >>> [answer.logits.shape for answer in adapt(create("source", classifier), batches)]
+    [torch.Size([2, 3])]
+    """
     weight = adapter.classifier.head.weight
     for batch in batches:
         images = batch.images.to(weight)

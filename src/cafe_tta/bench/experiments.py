@@ -5,10 +5,9 @@ a data set is one value below. Methods come from the registry; nothing here know
 """
 
 import re
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cafe_tta import corruptions
 from cafe_tta import options as text_options
@@ -93,7 +92,11 @@ DATASETS: dict[str, Dataset] = {dataset.name: dataset for dataset in _DATASETS} 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper: what is run for it, and where the report shows it."""
+    """A table or figure of the paper: what is run for it, and where the report shows it.
+
+    >>> Experiment("noise", "noise alone", ("all-mixed",), methods=("source", "tent")).datasets
+    ('digits', 'cifar10', 'cifar100', 'imagenet')
+    """
 
     name: str
     shows: str
@@ -209,7 +212,7 @@ def plan(
         raise ValueError(f"experiment {experiment!r} is not for {data.name}; choose from: {', '.join(chosen.datasets)}")
     if mode not in (None, *MODES):
         raise ValueError(f"expected `mode` to be 'online' or 'offline', but got {mode!r}")
-    mode = typing.cast(Mode, mode or chosen.mode)
+    mode = cast(Mode, mode or chosen.mode)
     preset = f"{data.preset}-online" if mode == "online" else data.preset
     labels = row_labels(methods) if methods else chosen.methods or _rivals()
     rows = [_row(label, preset, options or {}) for label in labels]

@@ -98,10 +98,10 @@ Styles = dict[str, Style]
 def styles(rows: Sequence[Row]) -> Styles:
     """A style for each label. Variants of a method (`name`, `name-variant`) share its colour.
 
-    The method that does not adapt, the first of `METHODS`, is grey; methods that need source data are black and hollow.
+    Methods that do not adapt are grey; methods that need source data while they adapt are black and hollow.
     """
-    baseline = next(iter(METHODS))
-    ranked = [row for row in rows if row.method != baseline and not row.is_reference]
+    baselines = [name for name, method in METHODS.items() if not method.adapts]
+    ranked = [row for row in rows if row.method not in baselines and not row.is_reference]
     families: dict[str, list[Row]] = {}
     for row in ranked:
         families.setdefault(row.method.partition("-")[0], []).append(row)
@@ -118,7 +118,7 @@ def styles(rows: Sequence[Row]) -> Styles:
                 marker = _MEMBER_MARKERS[index % len(_MEMBER_MARKERS)]
                 made[row.label] = Style(colour, marker, 6.5, ("--", ":", "-.")[index % 3], False)
     for row in rows:
-        if row.method == baseline:
+        if row.method in baselines:
             made[row.label] = Style(GREY, "o", 6.0, "-", True)
         elif row.is_reference:
             made[row.label] = Style(BLACK, "s", 5.5, "--", False)
@@ -191,7 +191,7 @@ def _saved(figure: Any, kind: str, dpi: int, metadata: dict[str, Any]) -> bytes:
 
 
 def draw_accuracy(records: Sequence[Record], styled: Styles, with_paper: bool) -> list[Drawing]:
-    """Every method a dot, for every column of a mode; the paper's number a grey tick."""
+    """One figure per mode with a panel for each column: a dot per method, and a grey tick for the paper's number."""
     drawings = []
     for mode in MODES:
         if made := main_columns(records, mode):

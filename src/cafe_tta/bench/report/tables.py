@@ -126,9 +126,9 @@ class _Sheet:
     ) -> None:
         """Notes a number for the CSV file."""
         numbers: Any = published if isinstance(published, Accuracy) else (published, None)
-        place = (self.name, column.dataset, column.protocol, column.mode, row.method, row.label, needs_text(row))
+        names = (self.name, column.dataset, column.protocol, column.mode, row.method, row.label, needs_text(row))
         seeds = len(value.seeds)
-        self.measurements.append(Measurement(*place, num_groups, measure, value.mean, value.std, seeds, rank, *numbers))
+        self.measurements.append(Measurement(*names, num_groups, measure, value.mean, value.std, seeds, rank, *numbers))
 
     def table(self, title: str, stub: tuple[str, ...], heads: Mapping[Any, tuple[str, ...]], **texts: Any) -> Table:
         """The finished table, with a line for each of `heads`."""
@@ -499,7 +499,7 @@ def warnings(column: Column) -> list[Remark]:
 
 
 def unlike_the_paper(column: Column) -> list[Remark]:
-    """In what a column differs from the paper's, so that nobody compares the two without knowing."""
+    """How a column differs from the paper's: a reader must know before comparing the two."""
     setting = paper.SETTINGS.get(column.dataset)
     if setting is None:
         return []
