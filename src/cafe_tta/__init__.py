@@ -1,13 +1,12 @@
 """cafe-tta: keeps image classifiers accurate on corrupted images, without labels and without source data."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from cafe_tta import checks as checks
 from cafe_tta import corruptions as corruptions
 from cafe_tta import distributed as distributed
 from cafe_tta import losses as losses
 from cafe_tta import metrics as metrics
 from cafe_tta import ranks as ranks
+from cafe_tta._version import __version__ as __version__
 from cafe_tta.adapter import Adapter as Adapter
 from cafe_tta.adapter import AdapterConfig as AdapterConfig
 from cafe_tta.adapter import Report as Report
@@ -46,8 +45,3 @@ from cafe_tta.source import Reference as Reference
 from cafe_tta.source import SourceHistograms as SourceHistograms
 from cafe_tta.source import SourceStats as SourceStats
 from cafe_tta.source import SwagCollector as SwagCollector
-
-try:
-    __version__ = version("cafe-tta")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0.0.0"

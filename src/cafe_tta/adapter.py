@@ -37,7 +37,11 @@ class AdapterConfig(Options):
 
 
 class StepRefused(UserWarning):
-    """A step was not taken, because its loss or gradient was not finite. The weights stayed as they were."""
+    """A step was not taken, because its loss or gradient was not finite. The weights stayed as they were.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", StepRefused)  # for streams with many bad batches
+    """
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,18 @@ class Counters:
 
 
 class Adapter(nn.Module):
-    """A copy of a classifier that adapts to the images it is shown. Subclasses are the methods."""
+    """A copy of a classifier that adapts to the images it is shown. Subclasses are the methods.
+
+    >>> from cafe_tta import create, split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> adapter = create("infomax", classifier)  # a subclass, by name
+    >>> logits = adapter(torch.rand(8, 3, 2, 2))
+    >>> adapter.counters.steps, adapter.report.stepped
+    (1, True)
+    >>> adapter.reset()
+    >>> adapter.counters.steps
+    0
+    """
 
     name: ClassVar[str]
     needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`

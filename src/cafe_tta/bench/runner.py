@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-import cafe_tta
 from cafe_tta import corruptions, data
+from cafe_tta._version import __version__
 from cafe_tta.adapter import Adapter
 from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, evaluate
 from cafe_tta.bench.experiments import Plan, Row
@@ -161,7 +161,7 @@ class Runner:
             },
             "limit": plan.limit,
             "copies": dataset.copies,
-            "versions": {"cafe_tta": cafe_tta.__version__, "torch": torch.__version__},
+            "versions": {"cafe_tta": __version__, "torch": torch.__version__},
         }
 
     def record(self, planned: Planned, outcome: Outcome, before: Distance, peak: float) -> Record:
@@ -190,7 +190,7 @@ class Runner:
             peak_memory_mb=peak,
             steps=outcome.steps,
             refused=outcome.refused,
-            versions={"cafe_tta": cafe_tta.__version__, "python": platform.python_version(), **_versions()},
+            versions={"cafe_tta": __version__, "python": platform.python_version(), **_versions()},
             machine={"processor": _processor(), "threads": torch.get_num_threads(), **processes},
             command=_command(),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),

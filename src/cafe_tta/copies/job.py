@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from cafe_tta import corruptions, storage
+from cafe_tta._version import __version__
 from cafe_tta.corruptions.table import Preset
 from cafe_tta.data import ArraySet, FolderSet, ImageSet, Labels, Unreadable, UnreadableImage
 from cafe_tta.data.imageset import equally_spaced
@@ -152,7 +152,7 @@ def plan(
     if layout != "folder":
         chosen, left_out = _of_one_size(imageset, chosen, advance)
     settings = Settings(
-        version=_version(),
+        version=__version__,
         data=name or imageset.name,
         digest=imageset.digest(),
         limit=options.limit,
@@ -196,14 +196,6 @@ def is_done(path: Path) -> bool:
         return path.stat().st_size > 0
     except OSError:
         return False
-
-
-def _version() -> str:
-    """Of this package: `cafe_tta.__version__`, which this layer may not import."""
-    try:
-        return version("cafe-tta")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "0.0.0"
 
 
 def _choose_images(count: int, limit: int | None, seed: int) -> Labels:

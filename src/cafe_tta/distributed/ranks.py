@@ -26,7 +26,11 @@ _apart = False  # read by `here`
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on together: one is lost, out of step, or has different weights."""
+    """The ranks cannot continue together: one is lost, out of step, or has different weights.
+
+    >>> issubclass(Diverged, RankError)
+    True
+    """
 
 
 class Diverged(RankError):

@@ -55,7 +55,15 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
 def create(
     name: str, classifier: SplitClassifier, source: Any = None, *, preset: str | None = None, **options: Any
 ) -> Adapter:
-    """An adapter by the name of its method. `source` is what the method `needs`; the others ignore it."""
+    """An adapter by the name of its method. `source` is what the method `needs`; the others ignore it.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
+    >>> create("tent", classifier, preset="cifar", lr=1e-4).config.lr
+    0.0001
+    """
     config = configure(name, preset, **options)
     return method(name)(classifier, source, config)
 

@@ -44,7 +44,15 @@ class AdaBNConfig(AdapterConfig):
 
 
 class AdaBN(Adapter):
-    """Normalises with the batch; the running statistics follow, for evaluation."""
+    """Normalises with the batch; the running statistics follow, for evaluation.
+
+    >>> from torch import nn
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
+    >>> adapter = AdaBN(classifier)
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, adapter.report.stepped
+    (torch.Size([8, 3]), True)
+    """
 
     name = "adabn"
     distributed = True

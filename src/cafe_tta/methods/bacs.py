@@ -69,6 +69,13 @@ class BACS(Adapter):
     """An ensemble of posterior means, each adapted by itself; probabilities are averaged. Needs a SWAG posterior.
 
     Logits are the logarithms of the averaged probabilities; features are those of the first member.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> loader = [(torch.rand(8, 3, 2, 2), torch.zeros(8, dtype=torch.long))]
+    >>> adapter = BACS(classifier, Posterior.fit(classifier, loader, epochs=1, batch_size=2))
+    >>> adapter(torch.rand(8, 3, 2, 2)).exp().sum(1).round().tolist()  # probabilities
+    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
 
     name = "bacs"

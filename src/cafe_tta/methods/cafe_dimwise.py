@@ -5,7 +5,17 @@ from cafe_tta.source.stats import SourceStats
 
 
 class CAFeDimwise(CAFe):
-    """CAFe with every feature aligned by itself: mean and variance, no correlations."""
+    """CAFe with every feature aligned by itself: mean and variance, no correlations.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from cafe_tta import FeatureStats, split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 2, 2)]).group()
+    >>> adapter = CAFeDimwise(classifier, source)
+    >>> adapter(torch.rand(32, 3, 2, 2)).shape, adapter.reference.widest
+    (torch.Size([32, 3]), 1)
+    """
 
     name = "cafe-dimwise"
 

@@ -25,7 +25,17 @@ class CAFePlusConfig(CAFeConfig):
 
 
 class CAFePlus(CAFe):
-    """CAFe that keeps three quarters of the source's BatchNorm statistics: for streams of mixed corruptions."""
+    """CAFe that keeps three quarters of the source's BatchNorm statistics: for streams of mixed corruptions.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from cafe_tta import FeatureStats, split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 2, 2)]).group()
+    >>> adapter = CAFePlus(classifier, source)
+    >>> adapter(torch.rand(32, 3, 2, 2)).shape, adapter.config.blend
+    (torch.Size([32, 3]), 0.25)
+    """
 
     name = "cafe-plus"
     Config = CAFePlusConfig

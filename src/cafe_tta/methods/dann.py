@@ -36,7 +36,14 @@ class DANN(GradientAdapter):
     """Source cross-entropy + domain cross-entropy with its gradient reversed. Each batch is one iteration.
 
     Its second argument is a loader of labelled source images, which is read repeatedly. Everything moves, the head
-    too. BatchNorm normalises source and target batches apart; the running statistics are the target's.
+    too. BatchNorm normalises source and target batches separately; the running statistics are the target's.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> labelled = [(torch.rand(8, 3, 2, 2), torch.zeros(8, dtype=torch.long))]
+    >>> adapter = DANN(classifier, labelled, DANNConfig(hidden=16))
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, adapter.wants_more()
+    (torch.Size([8, 3]), True)
     """
 
     name = "dann"
@@ -142,8 +149,8 @@ class DANN(GradientAdapter):
             raise TypeError(f"dann needs a loader of (images, labels), but it gave {type(batch).__name__}")
         self._taken += 1
         self._last, self._again = batch, False
-        place = self.classifier.head.weight
-        return images_of(batch).to(place), batch[1].to(place.device)
+        weight = self.classifier.head.weight
+        return images_of(batch).to(weight), batch[1].to(weight.device)
 
 
 def _discriminator(num_features: int, hidden: int) -> nn.Sequential:

@@ -29,7 +29,14 @@ class FRConfig(StepConfig):
 
 
 class FR(GradientAdapter):
-    """Moves the histograms of features and logits back to the source's, unit by unit."""
+    """Moves the histograms of features and logits back to the source's, unit by unit.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(16, 3)))
+    >>> adapter = FR(classifier, SourceHistograms.fit(classifier, [torch.rand(64, 3, 2, 2)]))
+    >>> adapter(torch.rand(32, 3, 2, 2)).shape, adapter.report.stepped
+    (torch.Size([32, 3]), True)
+    """
 
     name = "fr"
     distributed = True

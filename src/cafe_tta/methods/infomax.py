@@ -12,7 +12,16 @@ from cafe_tta.gradient import GradientAdapter, StepConfig
 
 
 class Infomax(GradientAdapter):
-    """Makes predictions confident on each image and diverse over the batch."""
+    """Makes predictions confident on each image and diverse over the batch.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
+    >>> adapter = Infomax(classifier)
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, adapter.report.stepped
+    (torch.Size([8, 3]), True)
+    """
 
     name = "infomax"
     distributed = True

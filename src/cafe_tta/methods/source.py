@@ -9,7 +9,15 @@ from cafe_tta.adapter import Adapter, AdapterConfig, Report
 
 
 class SourceOnly(Adapter):
-    """The source classifier as it is."""
+    """The source classifier as it is.
+
+    >>> from torch import nn
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    >>> images = torch.rand(8, 3, 2, 2)
+    >>> torch.equal(SourceOnly(classifier)(images), classifier(images))
+    True
+    """
 
     name = "source"
     adapts = False

@@ -29,7 +29,15 @@ class T3AConfig(AdapterConfig):
 
 
 class T3A(Adapter):
-    """Classifies by the summed directions of each class's M most confident features. The network never changes."""
+    """Classifies by the summed directions of each class's M most confident features. The network never changes.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    >>> adapter = T3A(classifier, config=T3AConfig(support_size=2))
+    >>> logits = adapter(torch.rand(8, 3, 2, 2))
+    >>> len(adapter.supports) <= 2 * 3
+    True
+    """
 
     name = "t3a"
     distributed = True

@@ -32,6 +32,13 @@ class Tent(GradientAdapter):
     mode, as the original does: an evaluation of Tent depends on its batches. Only batches smaller than `min_batch`
     are answered with the source's statistics. A classifier without BatchNorm has the weights and biases of its other
     normalisation layers moved.
+
+    >>> import torch
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
+    >>> adapter = Tent(classifier)
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, len(adapter.moving())
+    (torch.Size([8, 3]), 2)
     """
 
     name = "tent"

@@ -115,7 +115,16 @@ class Posterior(SourceValue):
 
 
 class SwagCollector:
-    """Running first and second moments of the parameters, collected while training, in float64."""
+    """Running first and second moments of the parameters, collected while training, in float64.
+
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    >>> collector = SwagCollector(classifier)
+    >>> for _ in range(2):  # after every epoch, say
+    ...     collector.collect(classifier)
+    >>> len(collector.posterior(classifier, [torch.rand(8, 3, 2, 2)]).members)
+    1
+    """
 
     def __init__(self, classifier: SplitClassifier) -> None:
         self.count = 0

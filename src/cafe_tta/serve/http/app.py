@@ -6,12 +6,12 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
+from cafe_tta._version import __version__
 from cafe_tta.models import Preprocessing
 from cafe_tta.serve.http import dashboard, middleware
 from cafe_tta.serve.http.body import Lease, read_body
@@ -49,7 +49,7 @@ class App:
     # The Open Inference Protocol
 
     async def server_metadata(self) -> Response:
-        return answer({"name": "cafe-tta", "version": _version(), "extensions": EXTENSIONS})
+        return answer({"name": "cafe-tta", "version": __version__, "extensions": EXTENSIONS})
 
     async def live(self) -> Response:
         return Response()
@@ -193,13 +193,6 @@ def create_app(state: App) -> FastAPI:
     app.add_api_route("/api/cameras/{name:path}", state.camera, methods=["POST"], response_model=None)
     middleware.install(app, state.settings.access_log)
     return app
-
-
-def _version() -> str:
-    try:
-        return version("cafe-tta")
-    except PackageNotFoundError:  # used from its source folder
-        return "0.0.0"
 
 
 def answer(content: Any, status: int = 200) -> Response:
