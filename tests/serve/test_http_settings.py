@@ -162,7 +162,7 @@ def test_the_service_needs_no_web_framework():
 
 
 def test_no_module_is_imported_that_only_unix_has():
-    modules = "cafe_tta.serve, cafe_tta.serve.http.server, cafe_tta.simulate, cafe_tta.bench.embedded"
+    modules = "cafe_tta.cli, cafe_tta.serve.http.server, cafe_tta.bench.embedded"
     program = f"import sys; sys.modules['fcntl'] = sys.modules['resource'] = None; import {modules}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
