@@ -347,7 +347,7 @@ def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch
     again = run(*small_training(tmp_path / "cut"))
     assert again.stderr.startswith("nothing to do:") and "accuracy" in again.stdout
     other = run(*small_training(tmp_path / "cut", "--lr", 0.5), code=2)
-    assert "lr=0.1 there, 0.5 now" in other.stderr
+    assert "lr=0.1 there, 0.5 here" in other.stderr
 
 
 # Errors

@@ -97,12 +97,20 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], words: Mapping[str, str] | None = None) -> str:
     """How two sets of settings differ, in words; empty where they do not. `words` replace the text for a name.
 
-    >>> differences({"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 0})
-    'lr=0.1 there, 0.2 here'
+    >>> differences({"lr": 0.1, "model": {"size": 32}}, {"lr": 0.2, "model": {"size": 64}})
+    'lr=0.1 there, 0.2 here; model.size=32 there, 64 here'
     """
-    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-    texts = {name: f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} here" for name in names}
-    return ", ".join((texts | {name: text for name, text in (words or {}).items() if name in texts}).values())
+    there, here = _flat(theirs), _flat(json.loads(json.dumps(ours)))  # as it looks when it comes from a file
+    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    texts = [f"{name}={there.get(name)!r} there, {here.get(name)!r} here" for name in names]
+    return "; ".join((words or {}).get(name, text) for name, text in zip(names, texts, strict=True))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -150,7 +150,7 @@ def test_other_settings_in_the_same_folder_are_refused_with_what_differs(tmp_pat
     options = ("--data", "digits:test", "--output", tmp_path / "c", "--corruptions", "contrast", "--limit", 4)
     run(*options, "--severity", 5)
     said = run(*options, "--severity", "3,5", "--seed", 2, code=2).stderr
-    assert "severities 5 there, 3,5 now" in said and "seed 0 there, 2 now" in said and "digest" not in said
+    assert "severities=[5] there, [3, 5] here" in said and "seed=0 there, 2 here" in said and "digest" not in said
     assert "digest" in run(*("--data", "digits:train", *options[2:]), "--severity", 5, code=2).stderr
     run(*options, "--severity", 5)
     (tmp_path / "c/settings.json").write_text("{")

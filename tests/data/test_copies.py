@@ -181,7 +181,7 @@ def test_python_makes_the_same_copies_and_continues_after_a_stop(tmp_path, monke
     run("--data", "digits:test", "--output", tmp_path / "b", *flags)
     for path in tmp_path.glob("b/*/*"):
         assert (tmp_path / "a" / path.relative_to(tmp_path / "b")).read_bytes() == path.read_bytes()
-    with pytest.raises(ValueError, match="was made with other settings: seed 0 there, 1 now; choose another `output`"):
+    with pytest.raises(ValueError, match="was made with other settings: seed=0 there, 1 here; choose another `output`"):
         copies.make(digits, tmp_path / "a", seed=1, **options)
 
 

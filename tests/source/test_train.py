@@ -342,7 +342,7 @@ def test_a_run_from_python_continues_and_knows_when_it_is_finished(tmp_path: Pat
     whole.report.write_text(text)
     assert whole.finished() is not None
     with pytest.raises(
-        ValueError, match=r"other settings: lr=0.1 there, 0.2 now; choose another `output`, or clear it"
+        ValueError, match=r"other settings: lr=0.1 there, 0.2 here; choose another `output`, or clear it"
     ):
         replace(whole, config=replace(config, lr=0.2)).finished()
     whole.clear()

@@ -47,7 +47,7 @@ def embedded_digits(folder: Path | None = None, say: Callable[[str], None] = lam
     folder = cache_folder() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     # A server and a simulator that are started together: one trains, the other waits.
-    with lock_file(folder / ".lock", wait=True):
+    with lock_file(folder / ".lock"):
         side = SourceSide(DATASETS["digits"], folder, say=say)
         stats = side.grouped()
     model = Model(side.classifier.eval(), str(side.describe_model()["architecture"]), side.preprocessing, CLASSES)

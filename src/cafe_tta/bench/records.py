@@ -8,17 +8,15 @@ Several processes may write to the same folder: they lock the file while they wr
 import json
 import math
 import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cafe_tta import storage
 from cafe_tta.bench.experiments import EXPERIMENTS
 from cafe_tta.bench.protocols import PROTOCOLS, EpisodeSummary
+from cafe_tta.locking import lock_file
 
 FORMAT = 1
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
@@ -214,8 +212,8 @@ class Results:
         self.dropped = False
         self._done: dict[tuple[Any, ...], Record] = {}
         if (self.folder / RECORDS).exists():
-            with _locked(self.folder / RECORDS, self.waiting) as handle:
-                self.dropped = _drop_unfinished_line(handle)
+            with lock_file(self.folder / RECORDS, LOCKED, self.waiting) as file:
+                self.dropped = _drop_unfinished_line(file)
                 self._done = {record.key: record for record in read(self.folder / RECORDS)}
 
     def __len__(self) -> int:
@@ -235,12 +233,11 @@ class Results:
     def add(self, record: Record) -> None:
         """Appends a record to the file and flushes it to disk."""
         line = json.dumps(record.to_json(), sort_keys=True).encode() + b"\n"
-        with _locked(self.folder / RECORDS, self.waiting) as handle:
-            _drop_unfinished_line(handle)  # of a process that has crashed since
-            rest = line
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            os.fsync(handle)
+        with lock_file(self.folder / RECORDS, LOCKED, self.waiting) as file:
+            _drop_unfinished_line(file)  # of a process that has crashed since
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
         self._done[record.key] = Record.from_json(json.loads(line), str(self.folder / RECORDS))
 
 
@@ -314,50 +311,17 @@ def _without_repeats(records: list[Record], notes: list[str]) -> list[Record]:
     return list(kept.values())
 
 
-@contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[int]:
-    """A file that no other process reads or writes meanwhile, as a handle that writes at its end."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if sys.platform != "win32":  # which has no such locks: there, one process writes to a folder
-            _lock(handle, path, waiting)
-        yield handle
-    finally:
-        os.close(handle)  # releases the lock
-
-
-def _lock(handle: int, path: Path, waiting: Callable[[], None]) -> None:
-    import fcntl
-
-    deadline = time.monotonic() + LOCKED
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} has been locked by another process for {LOCKED:g} s") from None
-            waiting()
-            time.sleep(0.01)
-
-
-def _drop_unfinished_line(handle: int) -> bool:
+def _drop_unfinished_line(file: IO[bytes]) -> bool:
     """Removes what a crash left of a line. Only a whole line ends in a line break."""
-    size = os.fstat(handle).st_size
-    if not size or os.pread(handle, 1, size - 1) == b"\n":
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    if file.read() in (b"", b"\n"):
         return False
-    content = os.pread(handle, size, 0)
-    os.ftruncate(handle, content.rfind(b"\n") + 1)
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
     return True
 
 
 def _require_same(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    if differences := list(_differences(theirs, ours)):
-        shown = "; ".join(f"{name} is {a!r} there, {b!r} now" for name, a, b in differences[:5])
+    if shown := storage.differences(theirs, ours):
         raise ValueError(f"{path} belongs to other settings: {shown}; choose another folder for these results")
-
-
-def _differences(a: Any, b: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = sorted(a.keys() | b.keys())
-        return [d for key in keys for d in _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)]
-    return [] if a == b else [(name, a, b)]

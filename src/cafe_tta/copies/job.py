@@ -268,13 +268,6 @@ def _compare(path: Path, settings: Settings) -> None:
         theirs = dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another `output`, or delete the folder") from error
-    ours = json.loads(json.dumps(asdict(settings)))
-    compared = [name for name in ours if name not in ("data", "classes")]  # the digest identifies the data
-    if names := [name for name in compared if theirs.get(name) != ours[name]]:
-        shown = ", ".join(f"{name} {_brief(theirs.get(name))} there, {_brief(ours[name])} now" for name in names)
+    theirs, ours = ({k: v for k, v in s.items() if k not in ("data", "classes")} for s in (theirs, asdict(settings)))
+    if shown := storage.differences(theirs, ours):  # the digest identifies the data
         raise ValueError(f"{path.parent} was made with other settings: {shown}; choose another `output`")
-
-
-def _brief(value: Any) -> str:
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -5,18 +5,26 @@ from typing import Any
 
 from cafe_tta.adapter import Adapter
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.methods.adabn import AdaBN, AdaBNConfig
-from cafe_tta.methods.bacs import BACS, BACSConfig
-from cafe_tta.methods.cafe import CAFe, CAFeConfig
-from cafe_tta.methods.cafe_dimwise import CAFeDimwise
-from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax
-from cafe_tta.methods.cafe_plus import CAFePlus, CAFePlusConfig
-from cafe_tta.methods.dann import DANN, DANNConfig
-from cafe_tta.methods.fr import FR, FRConfig
-from cafe_tta.methods.infomax import Infomax
-from cafe_tta.methods.source import SourceOnly
-from cafe_tta.methods.t3a import T3A, T3AConfig
-from cafe_tta.methods.tent import Tent, TentConfig
+from cafe_tta.methods.adabn import AdaBN as AdaBN
+from cafe_tta.methods.adabn import AdaBNConfig as AdaBNConfig
+from cafe_tta.methods.bacs import BACS as BACS
+from cafe_tta.methods.bacs import BACSConfig as BACSConfig
+from cafe_tta.methods.cafe import CAFe as CAFe
+from cafe_tta.methods.cafe import CAFeConfig as CAFeConfig
+from cafe_tta.methods.cafe_dimwise import CAFeDimwise as CAFeDimwise
+from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax as CAFeNoInfomax
+from cafe_tta.methods.cafe_plus import CAFePlus as CAFePlus
+from cafe_tta.methods.cafe_plus import CAFePlusConfig as CAFePlusConfig
+from cafe_tta.methods.dann import DANN as DANN
+from cafe_tta.methods.dann import DANNConfig as DANNConfig
+from cafe_tta.methods.fr import FR as FR
+from cafe_tta.methods.fr import FRConfig as FRConfig
+from cafe_tta.methods.infomax import Infomax as Infomax
+from cafe_tta.methods.source import SourceOnly as SourceOnly
+from cafe_tta.methods.t3a import T3A as T3A
+from cafe_tta.methods.t3a import T3AConfig as T3AConfig
+from cafe_tta.methods.tent import Tent as Tent
+from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.options import describe, did_you_mean, require_known
 
 METHODS: dict[str, type[Adapter]] = {
@@ -66,31 +74,3 @@ def create(
     """
     config = configure(name, preset, **options)
     return method(name)(classifier, source, config)
-
-
-__all__ = [
-    "BACS",
-    "DANN",
-    "FR",
-    "METHODS",
-    "T3A",
-    "AdaBN",
-    "AdaBNConfig",
-    "BACSConfig",
-    "CAFe",
-    "CAFeConfig",
-    "CAFeDimwise",
-    "CAFeNoInfomax",
-    "CAFePlus",
-    "CAFePlusConfig",
-    "DANNConfig",
-    "FRConfig",
-    "Infomax",
-    "SourceOnly",
-    "T3AConfig",
-    "Tent",
-    "TentConfig",
-    "configure",
-    "create",
-    "method",
-]

@@ -6,7 +6,8 @@
 leaves predictions.csv, summary.json and state.safetensors in the folder.
 """
 
-from cafe_tta.runs.folder import FolderRun, RunOptions, Stopped
-from cafe_tta.runs.measure import Measurement, measure
-
-__all__ = ["FolderRun", "Measurement", "RunOptions", "Stopped", "measure"]
+from cafe_tta.runs.folder import FolderRun as FolderRun
+from cafe_tta.runs.folder import RunOptions as RunOptions
+from cafe_tta.runs.folder import Stopped as Stopped
+from cafe_tta.runs.measure import Measurement as Measurement
+from cafe_tta.runs.measure import measure as measure

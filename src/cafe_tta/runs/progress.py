@@ -141,14 +141,7 @@ def describe_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     """How the settings of two runs differ, in words; empty where they do not.
 
     >>> describe_differences({"seed": 0, "options": {"lr": 1}}, {"seed": 0, "options": {"lr": 3}})
-    'lr=1 there, 3 here'
+    'options.lr=1 there, 3 here'
     """
-    there, here = _flat(theirs), _flat(json.loads(json.dumps(ours)))  # as they look when they come from a file
-    sources = {name: f"other {name}" for name in there.keys() | here.keys() if name.startswith("source ")}
-    return storage.differences(there, here, {"files": "other images"} | sources)
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    options = settings.get("options", {})
-    sources = {f"source {name}": digest for name, digest in settings.get("source", {}).items()}
-    return {name: value for name, value in settings.items() if name not in ("options", "source")} | options | sources
+    kinds = theirs.get("source", {}).keys() | ours.get("source", {}).keys()
+    return storage.differences(theirs, ours, {"files": "other images"} | {f"source.{k}": f"other {k}" for k in kinds})

@@ -7,8 +7,9 @@ The modules of this package are the service, which knows tensors and no HTTP; `h
     answers = service.answer(images, cameras=["gate"] * len(images), adapt=[True] * len(images))
 """
 
-from cafe_tta.serve.build import Built, build
-from cafe_tta.serve.service import Answers, Service
-from cafe_tta.serve.settings import Settings, load_settings
-
-__all__ = ["Answers", "Built", "Service", "Settings", "build", "load_settings"]
+from cafe_tta.serve.build import Built as Built
+from cafe_tta.serve.build import build as build
+from cafe_tta.serve.service import Answers as Answers
+from cafe_tta.serve.service import Service as Service
+from cafe_tta.serve.settings import Settings as Settings
+from cafe_tta.serve.settings import load_settings as load_settings

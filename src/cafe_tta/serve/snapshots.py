@@ -171,7 +171,7 @@ class Store:
         except OSError as error:
             raise ValueError(f"cannot use {folder} as the folder of the state: {error}") from error
         try:
-            self._lock = lock_file(folder / ".lock", wait=False)
+            self._lock = lock_file(folder / ".lock", timeout=0)
         except OSError as error:
             raise ValueError(f"{folder} is in use by another server; choose another folder for the state") from error
         for left_over in folder.glob(".snapshot-*.tmp"):

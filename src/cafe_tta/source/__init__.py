@@ -9,11 +9,14 @@ from collections.abc import Iterable
 
 from cafe_tta import storage
 from cafe_tta.options import require_known
-from cafe_tta.source.histograms import SourceHistograms
-from cafe_tta.source.reference import Reference
-from cafe_tta.source.stats import FeatureStats, SourceStats
-from cafe_tta.source.swag import Posterior, SwagCollector
-from cafe_tta.source.value import SourceData, SourceValue
+from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
+from cafe_tta.source.reference import Reference as Reference
+from cafe_tta.source.stats import FeatureStats as FeatureStats
+from cafe_tta.source.stats import SourceStats as SourceStats
+from cafe_tta.source.swag import Posterior as Posterior
+from cafe_tta.source.swag import SwagCollector as SwagCollector
+from cafe_tta.source.value import SourceData as SourceData
+from cafe_tta.source.value import SourceValue as SourceValue
 
 SOURCES: dict[str, type[SourceValue]] = {
     value.kind: value for value in (SourceStats, SourceHistograms, Posterior, SourceData)
@@ -45,19 +48,3 @@ def load_all(paths: Iterable[str | os.PathLike[str]]) -> dict[str, SourceValue]:
             raise ValueError(f"expected one file for each kind of source value, but {path} is a second {value.kind}")
         values[value.kind] = value
     return values
-
-
-__all__ = [
-    "SOURCES",
-    "FeatureStats",
-    "Posterior",
-    "Reference",
-    "SourceData",
-    "SourceHistograms",
-    "SourceStats",
-    "SourceValue",
-    "SwagCollector",
-    "load",
-    "load_all",
-    "source_kind",
-]

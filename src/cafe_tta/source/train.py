@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -314,9 +314,7 @@ class _Run:
 
     def _difference(self, meta: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
         """How a checkpoint's run differs from this one, in words."""
-        theirs, ours = meta["config"], asdict(self.config)
-        names = [field.name for field in fields(self.config) if theirs.get(field.name) != ours[field.name]]
-        differences = [f"{name}={theirs.get(name)!r} there, {ours[name]!r} here" for name in names]
+        differences = [shown] if (shown := storage.differences(meta["config"], asdict(self.config))) else []
         if meta["data"]["count"] != self.data["count"]:
             differences.append(f"{meta['data']['count']} images there, {self.data['count']} here")
         else:

@@ -79,9 +79,7 @@ class TrainingRun:
         if not self.report.exists():
             return None
         report: dict[str, Any] = json.loads(self.report.read_text())
-        theirs, ours = report["settings"], self.settings
-        if names := sorted(key for key in theirs.keys() | ours.keys() if _differ(theirs.get(key), ours.get(key))):
-            shown = ", ".join(f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} now" for name in names)
+        if shown := storage.differences(_comparable(report["settings"]), _comparable(self.settings)):
             raise ValueError(
                 f"{self.output} holds a finished run with other settings: {shown}; choose another `output`, or clear it"
             )
@@ -148,14 +146,10 @@ class TrainingRun:
 _RESULTS = ("model.safetensors", "posterior.safetensors")
 
 
-def _differ(theirs: Any, ours: Any) -> bool:
-    """Whether two settings differ; `0.5,0.5,0.5` and `0.50,0.50,0.50` do not."""
-    if isinstance(theirs, str) and isinstance(ours, str) and theirs.count(",") == ours.count(",") == 2:
-        try:
-            return [float(part) for part in theirs.split(",")] != [float(part) for part in ours.split(",")]
-        except ValueError:
-            pass  # not numbers
-    return bool(theirs != ours)
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which `0.50,0.50,0.50` and `0.5,0.5,0.5` are the same."""
+    numbers = {name: settings[name] for name in ("mean", "std") if settings.get(name)}
+    return settings | {name: [float(part) for part in text.split(",")] for name, text in numbers.items()}
 
 
 def _all_labels(imageset: ImageSet, classes: tuple[str, ...] | None, num_classes: int) -> Labels:
