@@ -21,7 +21,7 @@ from cafe_tta.bench.evaluate import Distance, Outcome, Reference, Stream, distan
 from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, read
-from cafe_tta.bench.source_side import Say, SourceOptions, SourceSide
+from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.distributed import Share
 from cafe_tta.gaussians import EIGENVALUE_FLOOR, SourceGaussians
 from cafe_tta.methods import METHODS
@@ -220,24 +220,6 @@ class Runner:
             frechet = FrechetReference(self.source.stats.mean, self.source.stats.cov)
             self._made_reference = Reference(frechet, SourceGaussians(self.source.grouped(), EIGENVALUE_FLOOR))
         return self._made_reference
-
-
-def run(
-    plan: Plan,
-    folder: str | os.PathLike[str],
-    source: SourceOptions | None = None,
-    say: Say = lambda _: None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> list[Record]:
-    """Does the runs of a plan that `folder` has no record of yet, and gives all of its records.
-
-    Stopped at any moment and called again, it goes on where it was.
-    """
-    runner = Runner(plan, SourceSide(plan.dataset, Path(folder) / "source", source, say), folder)
-    for note in runner.notes():
-        say(note)
-    runner.work(advance=advance)
-    return read(Path(folder) / RECORDS)
 
 
 def reset_peak_memory() -> None:
