@@ -1,4 +1,4 @@
-"""Can one bad camera drag the others down? The same server with and without its guard. Prints a table, draws a figure.
+"""Can one bad camera drag the others down? The same server with and without its judge. Prints a table, draws a figure.
 
     python benchmarks/guard.py                                # some minutes on one core
     python benchmarks/guard.py --rounds 40 --kinds black      # a quick look
@@ -24,8 +24,8 @@ from torch import Tensor
 import cafe_tta as cafe
 from cafe_tta import corruptions, data
 from cafe_tta.bench.experiments import DATASETS, Dataset
-from cafe_tta.bench.source_side import SourceOptions, SourceSide
-from cafe_tta.serve.service import Service, ServiceConfig
+from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
+from cafe_tta.serve import Service, Settings
 
 GOOD = ("clean", "motion_blur", "snow", "frost", "brightness", "fog")
 EACH, FLOOD, NIGHT = (
@@ -39,7 +39,7 @@ BAD = "bad"
 class World:
     """The cameras' images, preprocessed, and their labels."""
 
-    def __init__(self, base: Dataset, folder: Path, options: SourceOptions, limit: int) -> None:
+    def __init__(self, base: Dataset, folder: Path, options: SourceSideOptions, limit: int) -> None:
         self.side = SourceSide(base, folder, options, say=print)
         self.stats = self.side.grouped()
         images = data.load(base.data)
@@ -92,23 +92,23 @@ def bad_images(world: World, random: np.random.Generator) -> dict[str, Callable[
     }
 
 
-def play(world: World, kind: str, guard: bool, rounds: int, seed: int) -> tuple[np.ndarray, dict[str, object]]:
+def play(world: World, kind: str, judge: bool, rounds: int, seed: int) -> tuple[np.ndarray, dict[str, object]]:
     """Accuracy of the answers that each good camera got in each round, and what the service did."""
     random = np.random.default_rng(seed)
     make_bad = bad_images(world, random)[kind]
     adapter = cafe.create("cafe", world.side.classifier, world.stats)
-    service = Service(adapter, ServiceConfig(guard=guard, adapt_share=1.0, seed=seed), world.stats)
+    service = Service(adapter, Settings(judge=judge, adapt_share=1.0, seed=seed), world.stats)
     service.start()
     accuracy = np.zeros((rounds, len(GOOD)))
     try:
         for number in range(rounds):
             quarter = 4 * number // rounds
-            for place, camera in enumerate(GOOD):
+            for column, camera in enumerate(GOOD):
                 chosen = random.integers(0, len(world.labels), EACH)
                 images, night = world.images[camera][chosen], quarter == 2
                 # At night the camera is silent: only its answers are looked at, as if somebody asked without adapting.
                 answers = service.answer(images, [camera] * EACH, [not night] * EACH)
-                accuracy[number, place] = cafe.metrics.accuracy(answers.logits, world.labels[chosen])
+                accuracy[number, column] = cafe.metrics.accuracy(answers.logits, world.labels[chosen])
             if kind != "none" and quarter > 0:
                 count = EACH * (NIGHT if quarter == 2 else FLOOD)
                 service.answer(make_bad(count), [BAD] * count, [True] * count)
@@ -141,25 +141,25 @@ def main() -> None:
     base = DATASETS[args.dataset]
     base = replace(base, data=args.data or base.data, source_data=args.source_data or base.source_data)
     # The library's own groups, none wider than 128; those of the embedded model are as `make demo` left them.
-    options = SourceOptions(args.weights, max_group_size=128 if args.weights else None)
+    options = SourceSideOptions(args.weights, max_group_size=128 if args.weights else 0)
     world = World(base, args.model, options, args.limit)
     kinds = args.kinds or list(bad_images(world, np.random.default_rng(0)))
     source = source_accuracy(world)
     half = args.rounds // 2
     print(f"\nAnswers to the good cameras in the last {args.rounds - half} of {args.rounds} rounds, accuracy in %\n")
-    print("| bad camera | guard | mean | worst round | " + " | ".join(GOOD) + " | accepted | refused | rolled back |")
+    print("| bad camera | judge | mean | worst round | " + " | ".join(GOOD) + " | accepted | refused | rolled back |")
     print("|---|---|" + "---:|" * (len(GOOD) + 5))
     shown = " | ".join(f"{100 * a:.1f}" for a in source)
     print(f"| | source model | {100 * source.mean():.1f} | | {shown} | | | |")
     curves: dict[str, dict[bool, np.ndarray]] = {}
     for kind in kinds:
-        for guard in (True, False):
+        for judge in (True, False):
             began = time.perf_counter()
-            accuracy, status = play(world, kind, guard, args.rounds, args.seed)
-            curves.setdefault(kind, {})[guard] = accuracy
+            accuracy, status = play(world, kind, judge, args.rounds, args.seed)
+            curves.setdefault(kind, {})[judge] = accuracy
             found, worst = 100 * accuracy[half:].mean(0), 100 * accuracy[half:].mean(1).min()
             steps = status["steps"]
-            print(f"| {kind} | {'on' if guard else 'off'} | {found.mean():.1f} | {worst:.1f} | "
+            print(f"| {kind} | {'on' if judge else 'off'} | {found.mean():.1f} | {worst:.1f} | "
                   + " | ".join(f"{a:.1f}" for a in found)
                   + f" | {steps['accepted']} | {steps['refused']} | {steps['rolled_back']} |", flush=True)  # fmt: skip
             quarantined = [c["quarantined"] for c in status["cameras"] if c["camera"] == BAD]
@@ -178,10 +178,10 @@ def draw(curves: dict[str, dict[bool, np.ndarray]], source: np.ndarray, path: Pa
         2, 3, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained", squeeze=False
     )
     for axes, (kind, found) in zip(every.flat, curves.items(), strict=False):
-        for guard, colour in ((False, "#D55E00"), (True, "#0072B2")):
-            mean = 100 * found[guard].mean(1)
+        for judge, colour in ((False, "#D55E00"), (True, "#0072B2")):
+            mean = 100 * found[judge].mean(1)
             smooth = np.convolve(mean, np.ones(5) / 5, mode="valid")
-            axes.plot(np.arange(len(smooth)) + 5, smooth, color=colour, label="with guard" if guard else "without")
+            axes.plot(np.arange(len(smooth)) + 5, smooth, color=colour, label="with judge" if judge else "without")
         axes.axhline(100 * source.mean(), color="0.5", linestyle=":", label="source model")
         quarter = len(mean) / 4
         axes.axvspan(2 * quarter, 3 * quarter, color="0.94", zorder=0)  # the night

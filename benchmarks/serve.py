@@ -24,8 +24,8 @@ import torch
 
 import cafe_tta as cafe
 from cafe_tta import corruptions, data
-from cafe_tta.cli.embedded import Embedded, embedded_digits
-from cafe_tta.serve.settings import Settings
+from cafe_tta.bench.embedded import Embedded, embedded_digits
+from cafe_tta.serve import Settings
 from cafe_tta.simulate.client import Client
 
 PARTS = ("throughput", "latency", "memory")

@@ -80,7 +80,7 @@ class Adapter(nn.Module):
     needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
     adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
-    remark: ClassVar[str] = ""  # a sentence for the captions of results tables, where readers must know something
+    remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 _NONE_WORDS = ("none", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")
@@ -70,12 +70,15 @@ def option(
     """A field of an `Options` class: its default, what it means, and the numbers that it may be.
 
     A field of type `Literal[...]` admits those words only; one of type `... | None` also admits None. `extra` is for
-    whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`.
+    whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`, and
+    `aliases=("old_name",)` for names that settings files and flags still accept. `pattern=(regex, "in words")` is
+    what a text must match. The value of an option with `secret=True` is in no error and no `repr`.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
+    shown = not extra.get("secret", False)
     if isinstance(default, (list, dict, set)):
-        return field(default_factory=default.copy, metadata={_RULE: rule})
-    return field(default=default, metadata={_RULE: rule})
+        return field(default_factory=default.copy, metadata={_RULE: rule}, repr=shown)
+    return field(default=default, metadata={_RULE: rule}, repr=shown)
 
 
 class Options:
@@ -113,6 +116,9 @@ class Options:
             described.check(getattr(self, described.name))
 
 
+C = TypeVar("C", bound=Options)
+
+
 @dataclass(frozen=True)
 class Described:
     """One option, as its declaration describes it."""
@@ -143,6 +149,11 @@ class Described:
     def optional(self) -> bool:
         return type(None) in _alternatives(self.hint)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and the older ones that it still goes by."""
+        return self.name, *self.extra.get("aliases", ())
+
     def sentence(self) -> str:
         """Meaning, type, bounds and default, for a docstring."""
         default = "none" if self.default is None else self.default
@@ -156,7 +167,8 @@ class Described:
         if expected:
             choices = [word for kind in _alternatives(self.hint) for word in typing.get_args(kind)]
             hint = did_you_mean(str(value), [word for word in choices if isinstance(word, str)])
-            raise ValueError(f"expected `{self.name}` to be {expected}, but got {value!r}{hint}")
+            got = "" if self.extra.get("secret") else f", but got {value!r}{hint}"
+            raise ValueError(f"expected `{self.name}` to be {expected}{got}")
 
     def _expected(self, value: Any) -> str:
         """What was expected instead of this value; empty where it is good."""
@@ -170,7 +182,23 @@ class Described:
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and not self.rule.admits(float(value)):
             finite = ["finite"] if math.isinf(value) else []
             return " and ".join(filter(None, [self.rule.bounds(), *finite])) + or_none
+        pattern, words = self.extra.get("pattern", (".*", ""))
+        if isinstance(value, str) and not re.fullmatch(pattern, value, re.DOTALL):
+            return f"{words}{or_none}"
         return ""
+
+    def convert(self, value: Any) -> Any:
+        """A value from a file or a flag in the declared type: texts are parsed, also those in lists."""
+        if isinstance(value, str) and not self.extra.get("secret"):  # a secret may well be called "none"
+            return self.parse(value)
+        kind = next((kind for kind in _alternatives(self.hint) if typing.get_origin(kind) in (tuple, list)), None)
+        if isinstance(value, list) and kind is not None:
+            element = typing.get_args(kind)[0]
+            if element not in (str, Path):  # numbers may be separated by commas, names may hold them
+                value = [part for each in value for part in (each.split(",") if isinstance(each, str) else [each])]
+            parts = [_READERS[element](part) if isinstance(part, str) else part for part in value]
+            return tuple(parts) if typing.get_origin(kind) is tuple else parts
+        return value
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for: `1e-3`, `yes`, `none`, `r,g,b`."""
@@ -199,6 +227,38 @@ def parse(config: type[Options], texts: Mapping[str, str], owner: str = "") -> d
     known = {described.name: described for described in describe(config)}
     require_known(texts, known, owner or config.__name__)
     return {name: known[name].parse(text) for name, text in texts.items()}
+
+
+def combine(config: type[C], *layers: Iterable[tuple[str, Any, str]]) -> C:
+    """The options that layers of values make together, each of (name or alias, value, its place in words).
+
+    A later layer wins; within a layer, the lists given to an option and its aliases add up. Texts are read as the
+    declaration says. Errors name the place.
+
+    >>> from cafe_tta import CAFeConfig
+    >>> combine(CAFeConfig, [("lr", 0.1, "my.toml")], [("lr", "-1", "--lr")])
+    Traceback (most recent call last):
+    ValueError: expected `lr` to be at least 0, but got -1.0 (--lr)
+    """
+    known = {name: described for described in describe(config) for name in described.names}
+    values: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for layer in layers:
+        own: dict[str, Any] = {}
+        for alias, value, place in layer:
+            described = known[alias]
+            name = described.name
+            problems.pop(name, None)
+            try:
+                value = described.convert(value)
+                described.check(value)
+            except ValueError as error:
+                problems[name] = f"{error} ({place})"
+            own[name] = own[name] + value if isinstance(own.get(name), list) else value
+        values |= own
+    if problems:
+        raise ValueError("; ".join(problems.values()))
+    return config(**values)
 
 
 def require_known(names: Iterable[str], known: Iterable[str], owner: str, what: str = "option") -> None:

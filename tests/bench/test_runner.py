@@ -39,7 +39,7 @@ def source_folder(tmp_path_factory):
     source_side.DIGITS_TRAINING = replace(training, epochs=2, swag_epochs=1)
     try:
         source = SourceSide(DIGITS, folder)
-        source.grouped(), source.histograms, source.posterior
+        source.grouped(), source.value("histograms"), source.value("posterior")
     finally:
         source_side.DIGITS_TRAINING = training
     return folder

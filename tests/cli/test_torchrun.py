@@ -41,7 +41,7 @@ def made(tmp_path_factory):
     source_side.DIGITS_TRAINING = replace(training, epochs=2, swag_epochs=1)
     try:
         source = SourceSide(DATASETS["digits"], root / "source")
-        source.grouped(), source.histograms
+        source.grouped(), source.value("histograms")
     finally:
         source_side.DIGITS_TRAINING = training
     return root
@@ -210,7 +210,7 @@ def test_commands_for_one_process_are_refused_under_torchrun(tmp_path):
         )
         assert "methods runs in one process" in (tmp_path / "error.json").read_text()
         result = run("stats", "--model", "m", "--data", "d", "--output", "o", "--histograms", "h", code=2)
-        assert "--histograms are made by one process" in result.stderr
+        assert "other kinds are made by one process" in result.stderr
         patch.setenv("WORLD_SIZE", "1")
         assert run("methods").stderr == ""  # torchrun with one process: as without
     result = run("bench", "mixed", "--synchronised", "--output", tmp_path / "none", code=2)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cafe_tta.serve.batcher import Batcher
-from cafe_tta.serve.errors import ServeError
-from cafe_tta.serve.protocol import Result
+from cafe_tta.serve.http.batcher import Batcher
+from cafe_tta.serve.http.middleware import ServeError
+from cafe_tta.serve.http.protocol import Result
 
 
 class Model:
@@ -53,7 +53,7 @@ def run(test, **options):
 
 
 async def ask(batcher: Batcher, *values: float, timeout: float = 60.0) -> list[int]:
-    with batcher.place(len(values)):
+    with batcher.reserve(len(values)):
         return (await batcher.submit(images(*values), "camera", True, timeout)).label.tolist()
 
 

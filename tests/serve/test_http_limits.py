@@ -174,6 +174,29 @@ def test_controls_need_the_token_and_answers_do_not(client):
     assert refusal(client.post("/api/rollback", headers=right, json={"version": 987654}))[0] == 409
 
 
+def test_an_operator_opts_a_camera_out_and_in_again(client):
+    right = {"Authorization": f"Bearer {TOKEN}"}
+
+    def adapting(name: str, first: int) -> bool:  # other images each time: repeated ones are not adapted to
+        content, headers = binary(digits(64)[first : first + 4], parameters={"camera": name})
+        return client.post(INFER, content=content, headers=headers).json()["parameters"]["adapting"]
+
+    def opted_out(name: str) -> bool:
+        return next(c["opted_out"] for c in client.get("/api/status").json()["cameras"] if c["camera"] == name)
+
+    for name, address in (("private", "private"), ("west/gate 1", "west/gate%201")):
+        url = f"/api/cameras/{address}"
+        assert client.post(url, json={"adapt": False}).status_code == 401
+        assert client.post(url, headers=right, json={"adapt": False}).json()["ok"]
+        assert not adapting(name, 40) and opted_out(name)
+        assert client.post(url, headers=right, json={"adapt": True}).json()["ok"]
+        assert adapting(name, 50) and not opted_out(name)
+    for body in (b"", b"no", b'{"adapt": 1}', b"[]", b'{"adapted": true}'):
+        status, text = refusal(client.post("/api/cameras/private", headers=right, content=body))
+        assert (status, 'expected {"adapt": true or false}, but' in text) == (400, True)
+    assert refusal(client.post(f"/api/cameras/{'x' * 257}", headers=right, json={"adapt": False}))[0] == 409
+
+
 def test_pages_of_other_sites_can_do_nothing(client):
     content, headers = binary(digits(1))
     for foreign in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):

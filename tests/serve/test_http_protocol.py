@@ -208,7 +208,7 @@ def test_what_is_not_finite_is_refused(client):
         assert text in answer.json()["error"]
     answer = client.post(INFER, content=json.dumps({"inputs": [given | {"data": [float("nan")] * 3072}]}))
     assert answer.status_code == 400
-    assert "NaN is no JSON number" in answer.json()["error"]
+    assert "NaN is not a JSON number" in answer.json()["error"]
 
 
 def test_what_is_not_there_is_404_and_every_error_is_an_error(client):

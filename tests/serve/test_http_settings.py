@@ -5,17 +5,21 @@ import copy
 import os
 import shutil
 import socket
+import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import httpx
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from cafe_tta import models
-from cafe_tta.cli.serve import build
-from cafe_tta.serve.app import App, create_app
-from cafe_tta.serve.config import ServiceConfig
-from cafe_tta.serve.settings import Settings, load_settings
+from cafe_tta.cli.flags import flags, with_flags
+from cafe_tta.options import describe, option
+from cafe_tta.serve import Settings, build, load_settings
+from cafe_tta.serve.http.app import App, create_app
 
 from .http_server import PREPROCESSING, Files, Server, digits, shared_files
 
@@ -47,17 +51,25 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "variables", "text", "error"),
     [
-        ({"port": "70000"}, {}, "", "expected port to be at most 65535, but got '70000' (--port)"),
-        ({}, {"PORT": "http"}, "", "expected port to be a whole number, but got 'http' (CAFE_TTA_SERVE_PORT)"),
+        ({"port": "70000"}, {}, "", "expected `port` to be between 0 and 65535, but got 70000 (--port)"),
+        (
+            {},
+            {"PORT": "http"},
+            "",
+            "expected `port` to be a whole number between 0 and 65535, but got 'http' (CAFE_TTA_SERVE_PORT)",
+        ),
         ({}, {"PROT": "1"}, "", "CAFE_TTA_SERVE_PROT in the environment; did you mean 'CAFE_TTA_SERVE_PORT'?"),
         ({}, {}, "max_batchsize = 3", "'max_batchsize' in FILE; did you mean 'max_batch_size'?"),
-        ({}, {}, "max_batch_size = 0", "expected max_batch_size to be at least 1, but got 0 (FILE)"),
+        ({}, {}, "max_batch_size = 0", "expected `max_batch_size` to be between 1 and 65536, but got 0 (FILE)"),
         ({}, {}, "[server]\nport = 1", "no setting 'server' in FILE"),
         ({}, {}, "port = ", "FILE is not a TOML file"),
-        ({"timeout_action": "wait"}, {}, "", "'reject' or 'delay', but got 'wait' (--timeout-action)"),
-        ({"max_queue_size": "7"}, {}, "", "expected max_queue_size to be at least max_batch_size (128)"),
-        ({"token": "s3cr3t!"}, {}, "", "expected token to be a token of at least 8 printable characters"),
-        ({}, {}, "adapt = 'perhaps'", "expected adapt to be true or false, but got 'perhaps' (FILE)"),
+        ({"timeout_action": "wait"}, {}, "", "one of 'reject', 'delay', but got 'wait' (--timeout-action)"),
+        ({"max_queue_size": "7"}, {}, "", "expected `max_queue_size` to be at least `max_batch_size` = 128, but got 7"),
+        ({"token": "s3cr3t!"}, {}, "", "expected `token` to be a token of at least 8 printable characters"),
+        ({}, {"TOKEN": "none"}, "", "without spaces or None (CAFE_TTA_SERVE_TOKEN)"),
+        ({}, {}, "port = 1.5", "expected `port` to be a whole number, but got 1.5 (FILE)"),
+        ({"seed": "-1"}, {"PORT": "x"}, "", "but got 'x' (CAFE_TTA_SERVE_PORT); expected `seed` to be at least 0"),
+        ({}, {}, "adapt = 'perhaps'", "expected `adapt` to be true or false, but got 'perhaps' (FILE)"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_place(tmp_path, monkeypatch, flags, variables, text, error):
@@ -71,12 +83,90 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path, monkeypatch, flags, v
     assert "s3cr3t!" not in str(caught.value)
 
 
-def test_every_option_of_the_service_is_a_setting_with_its_default():
-    settings = Settings()
-    for field in fields(ServiceConfig):
-        if field.name != "name":
-            assert getattr(settings, field.name) == field.default, field.name
-    assert settings.service_config("gate") == ServiceConfig(name="gate")
+def test_a_setting_is_declared_once_and_has_flag_key_variable_check_and_documentation(tmp_path, monkeypatch):
+    @dataclass(frozen=True)
+    class More(Settings):
+        cups: int = option(3, "Number of cups on the table.", panel="The table", least=1)
+
+    seen = []
+
+    @with_flags(More)
+    def command(**flags):
+        """Sets the table."""
+        seen.append(load_settings(flags, config, More).cups)
+
+    config = tmp_path / "serve.toml"
+    config.write_text("cups = 4")
+    app = typer.Typer()
+    app.command()(command)
+    run = CliRunner().invoke
+    assert run(app, []).exit_code == 0
+    monkeypatch.setenv("CAFE_TTA_SERVE_CUPS", "5")
+    assert run(app, []).exit_code == 0
+    assert run(app, ["--cups", "6"]).exit_code == 0
+    assert seen == [4, 5, 6]
+    assert str(run(app, ["--cups", "0"]).exception) == "expected `cups` to be at least 1, but got 0 (--cups)"
+    assert "Number of cups on the table. Default: 3." in " ".join(run(app, ["--help"]).stdout.split())
+    assert "cups: Number of cups on the table. [a whole number at least 1; default: 3]" in More.__doc__
+
+
+def test_every_setting_has_a_flag_with_a_whole_sentence():
+    shown = CliRunner().invoke(serve_app(), ["--help"], env={"COLUMNS": "400"}).stdout
+    assert [described.name for described in describe(Settings)] == [field.name for field in fields(Settings)]
+    assert {flag.name for flag in flags(Settings)} == {n for described in describe(Settings) for n in described.names}
+    for described in describe(Settings):
+        assert f"--{described.name.replace('_', '-')} " in shown, described.name
+        assert described.meaning[0].isupper() and described.meaning.endswith("."), described.name
+    assert "--guard" not in shown  # the old name works, and is not advertised
+
+
+def serve_app():
+    from cafe_tta.cli.serve import serve
+
+    app = typer.Typer()
+    app.command()(serve)
+    return app
+
+
+def test_old_names_of_settings_still_work(tmp_path, monkeypatch):
+    config = tmp_path / "serve.toml"
+    config.write_text("guard = false\nheld_images = 17")
+    found = load_settings({}, config)
+    assert (found.judge, found.validation_images) == (False, 17)
+    monkeypatch.setenv("CAFE_TTA_SERVE_HELD_IMAGES", "18")
+    assert load_settings({"guard": True}, config) == Settings(judge=True, validation_images=18)
+    config.write_text('stats = "a"\nposterior = "b"')
+    assert load_settings({}, config).source == ["a", "b"]
+    assert load_settings({"source": ["c"], "histograms": ["d"]}, config).source == ["c", "d"]
+
+
+def test_the_token_is_in_no_text():
+    settings = load_settings({"token": "open-sesame"})
+    assert settings.token == "open-sesame"
+    assert "open-sesame" not in repr(settings) + str(settings) + f"{settings}"
+
+
+def test_a_file_may_hold_lists_paths_and_numbers(tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text('mean = [0.1, 0.2, 0.3]\nstd = "1,1,1"\nstate = "kept"\nsave_every = 5\nport = "9"\n')
+    found = load_settings({}, config)
+    assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
+    assert (found.state, found.save_every, found.port) == (Path("kept"), 5, 9)
+
+
+def test_the_service_needs_no_web_framework():
+    program = "import sys, cafe_tta.serve; print([m for m in ('fastapi', 'uvicorn', 'starlette') if m in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert found.stdout == "[]\n", found.stderr
+
+
+def test_no_module_is_imported_that_only_unix_has():
+    modules = "cafe_tta.serve, cafe_tta.serve.http.server, cafe_tta.simulate, cafe_tta.bench.embedded"
+    program = f"import sys; sys.modules['fcntl'] = sys.modules['resource'] = None; import {modules}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
 
 
 def command(capsys, monkeypatch, *arguments: object) -> tuple[int, str, str]:
@@ -91,7 +181,7 @@ def command(capsys, monkeypatch, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, monkeypatch):
-    model = ("--model", files.model, "--stats", files.stats)
+    model = ("--model", files.model, "--source", files.stats)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -100,19 +190,27 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
     assert done[0] == 0, done
     for text in ("cafe:digits-resnet", "lr=0.01", f"http://127.0.0.1:{port}/v2/models/gate", "all is well"):
         assert text in done[1]
-    told = f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n"
+    told = f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another `port`\n"
     assert refused == (2, "", told)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--model", "MODEL"), "error: cafe needs --stats FILE; make them with: cafe-tta stats"),
+        (
+            ("--model", "MODEL"),
+            "error: cafe needs stats of the source domain; give it as `source`: ",
+        ),
         (("--model", "MODEL", "--stats", "MODEL"), "error: "),
         (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),
         (("--model", "MODEL", "--stats", "STATS", "--set", "lrr=1"), "error: cafe has no option 'lrr'"),
         (("--model", "MODEL", "--stats", "STATS", "--step-images", "1"), "error: expected `step_images`"),
-        (("--stats", "STATS"), "error: expected --model with --stats"),
+        (("--stats", "STATS"), "error: expected `model` with `source`"),
+        (
+            ("--model", "MODEL", "--source", "STATS", "--stats", "STATS"),
+            "error: expected one file for each kind of source",
+        ),
+        (("--weights", "MODEL"), "error: expected `model` with `weights`"),
         (("--config", "missing.toml"), "error: missing.toml: No such file or directory"),
     ],
 )
@@ -134,8 +232,8 @@ def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_p
 
     async def ask() -> list[httpx.Response]:
         settings = load_settings({"model": str(path), "method": "source"})
-        service, signature, _ = build(settings)
-        state = App(service, signature, settings)
+        built = build(settings)
+        state = App(built.service, built.model.preprocessing)
         app = create_app(state)
         transport = httpx.ASGITransport(app)
         async with state.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from cafe_tta.serve import page
+from cafe_tta.serve.http import dashboard as page
 from cafe_tta.simulate.client import Client
 
 from .browser import browser, require_browser, resize, shown, text, texts, until
@@ -23,7 +23,7 @@ def files(tmp_path_factory) -> Files:
 
 
 def serve(files: Files, *more: str) -> Server:
-    steps = ("--step-images", "32", "--held-images", "16", "--buffer-images", "64", "--no-gate", "--no-guard")
+    steps = ("--step-images", "32", "--validation-images", "16", "--buffer-images", "64", "--no-gate", "--no-judge")
     return Server("--model", files.model, "--stats", files.stats, *steps, *more)
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import cafe_tta as cafe
-from cafe_tta.serve.replica import Published, Replica, copied
-from cafe_tta.serve.service import Service, ServiceConfig
+from cafe_tta.serve import Service, Settings
+from cafe_tta.serve.snapshots import Published, Replica, copied
 
 WAIT = 60.0  # seconds; the machine may be slow and busy
 
 
 def small(**options):
-    return ServiceConfig(**({"step_images": 16, "buffer_images": 256, "held_images": 32, "adapt_share": 1.0} | options))
+    plain = {"step_images": 16, "buffer_images": 256, "validation_images": 32, "adapt_share": 1.0}
+    return Settings(**(plain | options))
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_readers_never_see_a_mixture_of_two_snapshots(source):
         expected.append(adapter.predict(images))
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(expected))
     published = Published(adapter)
-    published.show(0, states[0])
+    published.swap_in(0, states[0])
     stop, seen, wrong = threading.Event(), set(), []
 
     def read():
@@ -106,7 +107,7 @@ def test_readers_never_see_a_mixture_of_two_snapshots(source):
         reader.start()
     shown = 0
     while shown < 300 or len(seen) < len(states):
-        published.show(shown % len(states), states[shown % len(states)])
+        published.swap_in(shown % len(states), states[shown % len(states)])
         shown += 1
         assert shown < 100_000
     stop.set()
@@ -136,7 +137,7 @@ def test_every_answer_while_adapting_is_that_of_one_kept_snapshot(source, serve)
     assert not failed and service.settle(WAIT)
     replica = Replica(service._adaptation.adapter)
     expected = {0: source.classifier(fixed).detach()}
-    for snapshot in service._adaptation.history:
+    for snapshot in service._snapshots.history:
         replica.load(snapshot.version, snapshot.tensors)
         expected[snapshot.version] = replica(fixed)[2]
     assert len(expected) > 3 and len(found) == 180
@@ -186,7 +187,7 @@ def test_opting_out_drops_what_waits(source, serve):
     service.answer(images, ["a"] * 10 + ["b"] * 10, [True] * 20)
     service.camera_opt_out("a")
     assert len(service._buffer) == 10
-    assert {item.camera for item in service._buffer.take(100) + service._buffer.held(100)} == {"b"}
+    assert {item.camera for item in service._buffer.take(100) + service._buffer.validation(100)} == {"b"}
 
 
 def test_adapt_off_keeps_nothing(source, serve):
@@ -227,7 +228,7 @@ def test_rollback(source, serve):
         service.rollback()
     send(service, shifted(source, 160))
     service.pause()
-    snapshots = {s.version: s for s in service._adaptation.history}
+    snapshots = {s.version: s for s in service._snapshots.history}
     now = service.status()["version"]
     images = source.images[:4]
     service.rollback()
@@ -256,8 +257,8 @@ def test_status_has_the_promised_fields_and_is_plain_json(source, serve):
     service = serve()
     send(service, shifted(source, 96))
     service.observe(8, 0.004)
-    service._watch.look()
-    service._telemetry.point(1.0, 2.0)
+    service._cameras.look()
+    service._series.point(1.0, 2.0)
     status = service.status()
     assert json.loads(json.dumps(status, allow_nan=False)) == status
     assert {name: type(value) for name, value in status.items()} == STATUS
@@ -313,7 +314,7 @@ def test_a_camera_that_looks_like_the_source_is_answered_by_the_source_model(sou
     for part, bad in zip(source.images[:160].split(8), shifted(source, 160).split(8), strict=True):
         service.answer(torch.cat([part, bad]), ["clean"] * 8 + ["gate"] * 8, [True] * 16)
         assert service.settle(WAIT)
-    service._watch.assess()
+    service._cameras.assess()
     images = torch.cat([source.images[:4], shifted(source, 4)])
     cameras = ["clean", "gate"] * 4
     answers = service.answer(images, cameras, [True] * 8)
@@ -349,19 +350,19 @@ def test_bad_requests_are_refused_and_leave_no_trace(source, serve):
     ("options", "text"),
     [
         ({"step_images": 1}, "`step_images` to be at least 2"),
-        ({"buffer_images": 300}, "`buffer_images` to be at least `step_images` \\+ `held_images` = 384"),
-        ({"per_camera": 0}, "`per_camera` to be at least 64, or None"),
-        ({"held_images": 15}, "`held_images` to be at least 16"),
+        ({"buffer_images": 300}, "`buffer_images` to be at least `step_images` \\+ `validation_images` = 384"),
+        ({"per_camera": 0}, "`per_camera` to be at least 64 or None"),
+        ({"validation_images": 15}, "`validation_images` to be at least 16"),
         ({"adapt_share": 0.0}, "`adapt_share` to be above 0"),
         ({"gate_margin": -1.0}, "`gate_margin` to be above 0"),
         ({"save_every": 0.0}, "`save_every` to be above 0"),
         ({"history": 0}, "`history` to be at least 1"),
-        ({"name": " "}, "`name` to be a word"),
+        ({"name": " "}, "`name` to be letters, digits, and . _ - or None"),
     ],
 )
 def test_options_are_checked(options, text):
     with pytest.raises(ValueError, match=text):
-        ServiceConfig(**options)
+        Settings(**options)
 
 
 def test_a_mistake_in_the_adapting_thread_is_an_event_and_not_the_end(source, serve):
@@ -385,7 +386,7 @@ def test_a_mistake_in_the_adapting_thread_is_an_event_and_not_the_end(source, se
 def test_adapting_takes_no_more_than_its_share_of_the_time(source, serve):
     import time
 
-    service = serve(gate=False, guard=False, adapt_share=0.25)
+    service = serve(gate=False, judge=False, adapt_share=0.25)
     answer, spent = service._adaptation.adapter.answer, []
 
     def timed(images):

@@ -36,12 +36,12 @@ def test_a_flood_after_the_others_does_not_push_them_out():
     assert sizes["a"] == sizes["b"] == 40 and sizes["flood"] <= 200 // 3 + 1
 
 
-def test_images_are_held_back_and_never_taken():
+def test_validation_images_are_never_taken():
     buffer = Buffer(400)
     fill(buffer, {"a": 100, "b": 100})
-    held = {id(item) for item in buffer.held(1000)}
+    validation = {id(item) for item in buffer.validation(1000)}
     taken = {id(item) for _ in range(2 * REUSE) for item in buffer.take(1000)}
-    assert len(held) == 50 and len(taken) == 150 and not held & taken
+    assert len(validation) == 50 and len(taken) == 150 and not validation & taken
 
 
 def test_an_image_is_used_a_few_times_at_most():
@@ -77,15 +77,15 @@ def test_images_are_copied():
     assert buffer.take(1)[0].image.sum() == 0
 
 
-def test_newcomers_share_one_place():
+def test_newcomers_have_one_share():
     buffer = Buffer(300)
     for number in range(1000):
-        buffer.add(f"invented-{number}", torch.zeros(1), place="")
+        buffer.add(f"invented-{number}", torch.zeros(1), owner="")
     fill(buffer, {"a": 100, "b": 100})
     found = buffer.take(90)
-    assert sum(item.place == "" for item in found) == 30
+    assert sum(item.owner == "" for item in found) == 30
     buffer.drop("invented-999")
-    assert "invented-999" not in shares(buffer.take(300)) | shares(buffer.held(300))
+    assert "invented-999" not in shares(buffer.take(300)) | shares(buffer.validation(300))
 
 
 @given(
@@ -95,8 +95,8 @@ def test_newcomers_share_one_place():
     st.integers(1, 5),
     st.integers(1, 50),
 )
-def test_bounds_hold_for_any_traffic(traffic, capacity, per_camera, max_places, count):
-    buffer = Buffer(capacity, per_camera, max_places)
+def test_bounds_hold_for_any_traffic(traffic, capacity, per_camera, max_shares, count):
+    buffer = Buffer(capacity, per_camera, max_shares)
     for number, (name, images) in enumerate(traffic):
         fill(buffer, {name: images})
         if number % 3 == 2:
@@ -104,6 +104,6 @@ def test_bounds_hold_for_any_traffic(traffic, capacity, per_camera, max_places, 
         if number % 5 == 4:
             buffer.drop(name)
         sizes = buffer.sizes()
-        assert sum(sizes.values()) == len(buffer) <= capacity and len(sizes) <= max_places
+        assert sum(sizes.values()) == len(buffer) <= capacity and len(sizes) <= max_shares
         assert per_camera is None or all(size <= per_camera + 1 for size in sizes.values())
-    assert len(buffer.held(count)) <= count
+    assert len(buffer.validation(count)) <= count

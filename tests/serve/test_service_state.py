@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cafe_tta as cafe
-from cafe_tta.serve.service import Service, ServiceConfig
+from cafe_tta.serve import Service, Settings
 from cafe_tta.serve.snapshots import History, Snapshot, Store
 
 WAIT = 60.0
@@ -23,8 +23,8 @@ def serve(source, tmp_path):
 
     def make(method="cafe", options=None, start=True, **config):
         adapter = cafe.create(method, source.classifier, source.needs[cafe.METHODS[method].needs], **(options or {}))
-        plain = {"step_images": 16, "buffer_images": 256, "held_images": 32, "adapt_share": 1.0, "gate": False}
-        service = Service(adapter, ServiceConfig(**(plain | {"state": tmp_path / "state"} | config)), None)
+        plain = {"step_images": 16, "buffer_images": 256, "validation_images": 32, "adapt_share": 1.0, "gate": False}
+        service = Service(adapter, Settings(**(plain | {"state": tmp_path / "state"} | config)), None)
         made.append(service)
         if start:
             service.start()
@@ -149,7 +149,7 @@ def test_state_of_another_model_method_or_of_other_options(source, serve, tmp_pa
     other.close(WAIT)
     stranger = cafe.create("infomax", cafe.split_classifier(make_network(seed=5)))
     stranger.name = "cafe"
-    service = Service(stranger, ServiceConfig(state=tmp_path / "state"), None)
+    service = Service(stranger, Settings(state=tmp_path / "state"), None)
     with pytest.raises(ValueError, match="does not belong to this classifier"):
         service.start()
     service.close(WAIT)
@@ -162,8 +162,8 @@ def test_values_that_are_not_finite_are_never_taken_up(source, serve, tmp_path):
     first.save()
     version = first.status()["version"]
     adapt(first, 1)
-    good = first._adaptation.good
-    first._adaptation.good = {n: t * torch.nan if t.is_floating_point() else t for n, t in good.items()}
+    good = first._snapshots.good
+    first._snapshots.good = {n: t * torch.nan if t.is_floating_point() else t for n, t in good.items()}
     first.close(WAIT)
     second = serve()
     assert second.status()["version"] == version

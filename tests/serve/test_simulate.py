@@ -19,7 +19,7 @@ from cafe_tta.cli.app import app
 from cafe_tta.simulate import client as asking
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
 from cafe_tta.simulate.play import Record
-from cafe_tta.simulate.stories import CLEAN, STORIES, make_cameras, shots
+from cafe_tta.simulate.scenarios import CLEAN, SCENARIOS, make_cameras, shots
 from cafe_tta.simulate.summary import Summary
 
 from .http_server import Server, digits, make_files
@@ -39,7 +39,7 @@ def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Com
 def all_shots(seed: int = 0, **changes: float) -> list[list[tuple[float, list[int], object]]]:
     options = {"duration": 60.0, "period": 20.0, "pool": 50, "images_per_request": 3} | changes
     cameras = make_cameras(10, rate=20, seed=seed)
-    return [[(s.time, s.images.tolist(), s.condition) for s in shots(camera, **options)] for camera in cameras]
+    return [[(s.time, s.images.tolist(), s.domain) for s in shots(camera, **options)] for camera in cameras]
 
 
 def test_the_seed_decides_everything_that_is_sent():
@@ -47,12 +47,12 @@ def test_the_seed_decides_everything_that_is_sent():
     assert all_shots(seed=3) != all_shots(seed=4)
 
 
-def test_cameras_have_names_rates_and_stories_of_their_own():
+def test_cameras_have_names_rates_and_scenarios_of_their_own():
     cameras = make_cameras(10, rate=20)
     assert len({camera.name for camera in cameras}) == 10
     assert len({camera.rate for camera in cameras}) == 10
     assert all(10 <= camera.rate <= 30 for camera in cameras)
-    assert {camera.story.name for camera in cameras} == set(STORIES)
+    assert {camera.scenario.name for camera in cameras} == set(SCENARIOS)
 
 
 def test_arrivals_are_poisson_at_the_camera_rate():
@@ -65,15 +65,15 @@ def test_arrivals_are_poisson_at_the_camera_rate():
 
 
 def test_fog_comes_and_goes():
-    seen = [STORIES["fog"].at(step / 40)[1] for step in range(40)]
+    seen = [SCENARIOS["fog"].at(step / 40)[1] for step in range(40)]
     assert max(seen) == 5
     assert seen.count(0) >= 20
     assert all(abs(a - b) <= 1 for a, b in pairwise(seen))  # it thickens, it does not jump
 
 
-@given(st.sampled_from(sorted(STORIES)), st.floats(0, 1e4))
-def test_every_condition_of_a_story_is_known_beforehand(name, time):
-    assert STORIES[name].at(time) in STORIES[name].conditions()
+@given(st.sampled_from(sorted(SCENARIOS)), st.floats(0, 1e4))
+def test_every_domain_of_a_scenario_is_known_beforehand(name, time):
+    assert SCENARIOS[name].at(time) in SCENARIOS[name].domains()
 
 
 @pytest.mark.parametrize(("count", "rate"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
@@ -207,7 +207,7 @@ def test_answers_for_other_images_than_were_sent_are_a_lost_request():
 
 @pytest.mark.parametrize("url", ["", "ftp://there", "http://"])
 def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ValueError, match="expected --url"):
+    with pytest.raises(ValueError, match="expected `url`"):
         Client(url)
 
 
@@ -284,8 +284,8 @@ def test_lost_requests_end_with_code_1_and_soon(tmp_path):
     ("arguments", "expected"),
     [
         (("--url", "http://127.0.0.1:9", "--wait", "0"), "no server answers at http://127.0.0.1:9"),
-        (("--duration", "5", "--images", "5"), "expected --duration or --images, but got both"),
-        (("--duration", "-1"), "expected --duration to be above 0"),
+        (("--duration", "5", "--images", "5"), "expected `duration` or `images`, but got both"),
+        (("--duration", "-1"), "expected `duration` to be above 0 or None, but got -1.0 (--duration)"),
         (("--output", "/no/such/folder/sim.json"), "does not exist"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from cafe_tta import data
 from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, plan
-from cafe_tta.bench.source_side import Say, SourceOptions, SourceSide
+from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter, StepConfig
 
@@ -62,7 +62,7 @@ def seconds(plan: Plan, cost: Cost, num_images: int) -> float:
     return total * len(plan.seeds)
 
 
-def every_experiment(dataset: Dataset, options: SourceOptions, say: Say = lambda _: None) -> dict[str, float]:
+def every_experiment(dataset: Dataset, options: SourceSideOptions, say: Say = lambda _: None) -> dict[str, float]:
     """Seconds that each experiment takes on a data set; none where its model or its images are not there."""
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -15,11 +15,8 @@ from cafe_tta.bench.protocols import Domain, Episode, Indices
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.data import CorruptedSet, ImageSet
 from cafe_tta.distributed import Share
-from cafe_tta.gaussians import SourceGaussians
-from cafe_tta.losses import alignment
-from cafe_tta.metrics import FrechetReference
 from cafe_tta.models import Preprocessing
-from cafe_tta.source.stats import FeatureStats
+from cafe_tta.source import Reference
 
 EVALUATION_BATCH = 256
 LARGEST_IN_MEMORY = 2**30  # bytes of corrupted images that are kept; larger episodes are made again on each pass
@@ -109,18 +106,9 @@ class Distance:
     frechet: float | None = None
     alignment: float | None = None
 
-
-@dataclass(frozen=True)
-class Reference:
-    """What the features of a run are compared with. Made once for a classifier."""
-
-    frechet: FrechetReference
-    gaussians: SourceGaussians
-
-    def distance(self, features: Tensor) -> Distance:
-        target = FeatureStats.from_features(features)
-        frechet = self.frechet.distance(target.mean, target.cov)
-        return Distance(frechet, alignment(features, self.gaussians).item())
+    @staticmethod
+    def of(features: Tensor, reference: Reference) -> "Distance":
+        return Distance(reference.full_frechet(features), reference.alignment(features))
 
 
 @dataclass(frozen=True)
@@ -175,7 +163,7 @@ def evaluate(
             seconds += evaluation.seconds if mode == "offline" else 0.0
         right = share.whole(offline) if mode == "offline" else answered
         if reference is not None:
-            distance = reference.distance(share.whole(features))
+            distance = Distance.of(share.whole(features), reference)
     return Outcome(
         accuracy=right.double().mean().item(),
         by_domain=_by_domain(right, images.episode),
@@ -192,7 +180,7 @@ def evaluate(
 def distance_before(classifier: SplitClassifier, images: Stream, reference: Reference) -> Distance:
     """How far the source classifier's own features are: where every method starts from."""
     passes = stream.evaluate(classifier, images.batches(EVALUATION_BATCH, in_turns=True))
-    return reference.distance(images.share.whole([evaluation.features for evaluation in passes]))
+    return Distance.of(images.share.whole([evaluation.features for evaluation in passes]), reference)
 
 
 def _hits(answer: stream.Answer[StreamBatch] | stream.Evaluation[StreamBatch]) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cafe_tta.bench.experiments import Plan
 from cafe_tta.bench.records import RECORDS, SETTINGS, Record, read
 from cafe_tta.bench.runner import Runner
-from cafe_tta.bench.source_side import Say, SourceOptions, SourceSide
+from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT, POLL_INTERVAL
 from cafe_tta.methods import METHODS
@@ -27,7 +27,7 @@ def _unwatched(description: str, images: int) -> Iterator[Callable[[int], None]]
 def run(
     plan: Plan,
     folder: str | os.PathLike[str],
-    source: SourceOptions | None = None,
+    source: SourceSideOptions | None = None,
     *,
     say: Say = lambda _: None,
     watch: Watch = _unwatched,

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,15 +17,14 @@ import torch
 import cafe_tta
 from cafe_tta import corruptions, data
 from cafe_tta.adapter import Adapter
-from cafe_tta.bench.evaluate import Distance, Outcome, Reference, Stream, distance_before, evaluate
+from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, evaluate
 from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, read
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.distributed import Share
-from cafe_tta.gaussians import EIGENVALUE_FLOOR, SourceGaussians
 from cafe_tta.methods import METHODS
-from cafe_tta.metrics import FrechetReference
+from cafe_tta.source import Reference
 
 BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and the fewest images of a point
 PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "opencv-python-headless", "timm", "torchvision")
@@ -91,10 +90,7 @@ class Runner:
     def prepare(self) -> None:
         """Makes what the missing runs need of the source side, so that other processes find it."""
         for row in {planned.row.label: planned.row for planned in self.missing()}.values():
-            if row.needs == "stats" or self.plan.frechet:
-                self.source.grouped(row)
-            if row.needs in ("histograms", "posterior"):
-                self.source.needs(row, row.needs, row.config.batch_size)
+            self.source.needed(row)
         if self.plan.frechet:
             self.source.grouped()
 
@@ -160,8 +156,8 @@ class Runner:
                 "data": dataset.source_data,
                 "images": len(self.source.indices),
                 "num_groups": self.source.options.num_groups or dataset.num_groups,
-                "max_group_size": self.source.options.max_group_size,
-                "group_seed": self.source.options.group_seed,
+                "max_group_size": self.source.options.max_group_size or None,
+                "group_seed": self.source.group_seed,
             },
             "limit": plan.limit,
             "copies": dataset.copies,
@@ -211,19 +207,18 @@ class Runner:
     def _adapter(self, row: Row) -> Adapter:
         if row.label not in self._adapters:
             self._adapters.clear()  # one at a time: a large model's adapters would not fit side by side
-            needs = self.source.needs(row, row.needs, row.config.batch_size)
-            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needs, row.config)
+            needed = self.source.needed(row)
+            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, row.config)
         return self._adapters[row.label]
 
     def _reference(self) -> Reference | None:
         if self.plan.frechet and self._made_reference is None:
-            frechet = FrechetReference(self.source.stats.mean, self.source.stats.cov)
-            self._made_reference = Reference(frechet, SourceGaussians(self.source.grouped(), EIGENVALUE_FLOOR))
+            self._made_reference = Reference(replace(self.source.grouped(), full_cov=self.source.stats.cov))
         return self._made_reference
 
 
 def reset_peak_memory() -> None:
-    """Forgets the peak so far, where the system can."""
+    """Begins to measure anew, where the system can."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the whole process so far

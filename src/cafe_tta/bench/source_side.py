@@ -14,10 +14,9 @@ from torch import Tensor
 from cafe_tta import data, models
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
-from cafe_tta.source.histograms import SourceHistograms
-from cafe_tta.source.stats import FeatureStats, SourceStats
-from cafe_tta.source.swag import Posterior
-from cafe_tta.source.train import TrainConfig, collect_swag, train
+from cafe_tta.options import Options, option
+from cafe_tta.source import FeatureStats, Posterior, SourceData, SourceStats, SourceValue, load_all, source_kind
+from cafe_tta.source.train import TrainConfig, train
 
 Say = Callable[[str], None]
 BATCH = 256
@@ -27,36 +26,54 @@ DIGITS = models.Preprocessing(size=32, mean=(0.3, 0.3, 0.3), std=(0.35, 0.35, 0.
 ARCHITECTURE = "cafe:digits-resnet"
 
 
-@dataclass(frozen=True)
-class SourceOptions:
-    """Changes to the source side of a data set."""
+_PANEL = "Source side"
 
-    weights: Path | None = None
-    num_classes: int | None = None
-    limit: int | None = None  # source images used; a seeded subset
-    posterior: Path | None = None  # a SWAG posterior made before
-    swag_epochs: int = 0  # without one: collect it around the weights in this many epochs
-    swag_lr: float = 1e-4
-    num_groups: int | None = None
-    max_group_size: int | None = None
-    group_seed: int = 0
+
+@dataclass(frozen=True)
+class SourceSideOptions(Options):
+    """Changes to the source side of a data set.
+
+    >>> SourceSideOptions(num_groups=64).source_limit is None
+    True
+    """
+
+    weights: Path | None = option(None, "A safetensors file of weights for the model.", panel=_PANEL)
+    num_classes: int | None = option(
+        None, "The number of classes; by default that of the weights.", least=1, panel=_PANEL
+    )
+    source: list[Path] = option(
+        [],
+        "A file of source values that was made before, such as a SWAG posterior. May be repeated.",
+        panel=_PANEL,
+        metavar="FILE",
+        aliases=("posterior",),
+    )
+    source_limit: int | None = option(None, "Number of source images used: a seeded subset.", least=1, panel=_PANEL)
+    num_groups: int | None = option(None, "Number of groups k, instead of the data set's.", least=1, panel=_PANEL)
+    max_group_size: int = option(0, "Wider groups are split; 0 sets no limit, as in the paper.", least=0, panel=_PANEL)
+    swag_epochs: int = option(
+        0, "Collect a SWAG posterior around the weights in this many epochs.", least=0, panel=_PANEL
+    )
+    swag_lr: float = option(1e-4, "Learning rate while the posterior is collected.", least=0, panel=_PANEL)
 
 
 class SourceSide:
     """A classifier and everything the methods need from its source domain, each part made on first use."""
 
     def __init__(
-        self, dataset: Dataset, folder: Path, options: SourceOptions | None = None, say: Say = lambda _: None
+        self, dataset: Dataset, folder: Path, options: SourceSideOptions | None = None, say: Say = lambda _: None
     ) -> None:
         self.dataset = dataset
-        self.options = options or SourceOptions()
+        self.options = options or SourceSideOptions()
         self.folder = folder
         self.say = say
         folder.mkdir(parents=True, exist_ok=True)
         self._loaded = self._load_model()
         self.preprocessing = self._loaded.preprocessing
         self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
-        self._groups: dict[tuple[int, int | None], SourceStats] = {}
+        self.group_seed = 0
+        self._groups: dict[int, SourceStats] = {}
+        self._values: dict[str, SourceValue] = {}
 
     @cached_property
     def images(self) -> data.ImageSet:
@@ -64,7 +81,7 @@ class SourceSide:
 
     @cached_property
     def indices(self) -> list[int]:
-        order = np.random.default_rng(0).permutation(len(self.images))[: self.options.limit]
+        order = np.random.default_rng(0).permutation(len(self.images))[: self.options.source_limit]
         return sorted(order.tolist())
 
     @cached_property
@@ -80,68 +97,72 @@ class SourceSide:
         stats.save(path)
         return stats
 
+    @cached_property
+    def given(self) -> dict[str, SourceValue]:
+        """Source values from files, by kind."""
+        values = load_all(self.options.source)
+        for value in values.values():
+            value.check_belongs_to(self.classifier)
+        return values
+
     def grouped(self, row: Row | None = None) -> SourceStats:
-        """The statistics in groups: the data set's number of them, or those of a row."""
+        """The statistics in groups: those that were given, or the data set's number of groups, or a row's own."""
         wanted = None if row is None else row.num_groups
+        if wanted is None and isinstance(given := self.given.get("stats"), SourceStats):
+            return given
         num_groups = wanted or self.options.num_groups or self.dataset.num_groups
-        limit = self.options.max_group_size
-        if (num_groups, limit) not in self._groups:
+        limit = self.options.max_group_size or None
+        if num_groups not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
             if path.exists():
                 source = SourceStats.load(path)
-                if source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.options.group_seed:
+                if source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed:
                     source.check_belongs_to(self.classifier)
-                    self._groups[num_groups, limit] = source
+                    self._groups[num_groups] = source
                     return source
             self.say(f"grouping {len(self.stats.mean)} features into {num_groups}")
-            source = self.stats.group(num_groups, seed=self.options.group_seed, max_group_size=limit)
+            source = self.stats.group(num_groups, seed=self.group_seed, max_group_size=limit)
             source.save(path)
-            self._groups[num_groups, limit] = source
-        return self._groups[num_groups, limit]
+            self._groups[num_groups] = source
+        return self._groups[num_groups]
 
-    @cached_property
-    def histograms(self) -> SourceHistograms:
-        path = self.folder / "histograms.safetensors"
-        if path.exists():
-            histograms = SourceHistograms.load(path)
-            if histograms.count == len(self.indices):
-                histograms.check_belongs_to(self.classifier)
-                return histograms
-        self.say(f"computing histograms of {len(self.indices)} source images")
-        histograms = SourceHistograms.fit(self.classifier, _Repeatable(self._image_batches))
-        histograms.save(path)
-        return histograms
+    def needed(self, row: Row) -> Any:
+        """What the method of a row needs of the source domain."""
+        if row.needs is None:
+            return None
+        if row.needs == SourceStats.kind:
+            return self.grouped(row)
+        if row.needs == SourceData.kind:
+            return _Repeatable(lambda: self._labelled_batches(row.config.batch_size, shuffled=True))
+        return self.value(row.needs)
 
-    @cached_property
-    def posterior(self) -> Posterior:
-        path = self.options.posterior or self.folder / "posterior.safetensors"
-        if path.exists():
-            return Posterior.load(path)
+    def value(self, kind: str) -> SourceValue:
+        """A source value of any kind: given, made before, or made now by its `fit`."""
+        value = self.given.get(kind) or self._values.get(kind)
+        path = self.folder / f"{kind}.safetensors"
+        if value is None and path.exists():
+            value = source_kind(kind).load(path)
+            value.check_belongs_to(self.classifier)
+            if getattr(value, "count", len(self.indices)) != len(self.indices):
+                value = None  # of other source images
+        if value is None:
+            options = self._fit_options(kind)
+            self.say(f"computing {kind} of {len(self.indices)} source images")
+            fit: Any = source_kind(kind).fit  # which may take options of its own
+            value = fit(self.classifier, _Repeatable(lambda: self._labelled_batches(BATCH)), **options)
+            value.save(path)
+        self._values[kind] = value
+        return value
+
+    def _fit_options(self, kind: str) -> dict[str, Any]:
+        if kind != Posterior.kind:
+            return {}
         if not self.options.swag_epochs:
             raise ValueError(
-                "expected a SWAG posterior of the model's weights, but got none: pass `posterior`, or collect one with "
-                "`swag_epochs`, or leave out the methods that need it"
+                "expected a SWAG posterior of the model's weights, but got none: give one as `source`, or collect one "
+                "with `swag_epochs`, or leave out the methods that need it"
             )
-        self.say(f"collecting SWAG in {self.options.swag_epochs} epochs over {len(self.indices)} source images")
-        images, labels = self._tensors()
-        walker = split_classifier(self._loaded.model)
-        posterior = collect_swag(
-            walker, images, labels, epochs=self.options.swag_epochs, lr=self.options.swag_lr, momentum=0.9
-        )
-        posterior.save(path)
-        return posterior
-
-    def needs(self, row: Row, needs: str | None, batch_size: int) -> Any:
-        """What a method takes from the source domain."""
-        if needs == "stats":
-            return self.grouped(row)
-        if needs == "histograms":
-            return self.histograms
-        if needs == "posterior":
-            return self.posterior
-        if needs == "data":
-            return _Repeatable(lambda: self._labelled_batches(batch_size))
-        return None
+        return {"epochs": self.options.swag_epochs, "lr": self.options.swag_lr, "momentum": 0.9}
 
     def describe_model(self) -> dict[str, Any]:
         weights = hashlib.sha256("".join(sorted(self.classifier.fingerprint().values())).encode()).hexdigest()
@@ -182,25 +203,24 @@ class SourceSide:
         return models.load(str(path))
 
     def _tensors(self, preprocessing: models.Preprocessing | None = None) -> tuple[Tensor, Tensor]:
-        labels = self._labels()
+        labels = self._labels(self.indices)
         prepare = preprocessing or self.preprocessing
         images = torch.cat([prepare(self.images.images(part)) for part in _blocks(self.indices, BATCH)])
         return images, labels
 
-    def _labels(self) -> Tensor:
+    def _labels(self, indices: list[int]) -> Tensor:
         if self.images.labels is None:
             raise ValueError(f"{self.images.name} has no labels, which training needs")
-        return torch.from_numpy(np.asarray(self.images.labels)[self.indices])
+        return torch.from_numpy(np.asarray(self.images.labels)[indices])
 
     def _image_batches(self) -> Iterator[Tensor]:
         for part in _blocks(self.indices, BATCH):
             yield self.preprocessing(self.images.images(part))
 
-    def _labelled_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = np.random.default_rng(1).permutation(self.indices).tolist()
-        labels = np.asarray(self.images.labels)
-        for part in _blocks(order, batch_size):
-            yield self.preprocessing(self.images.images(part)), torch.from_numpy(labels[part])
+    def _labelled_batches(self, batch_size: int, shuffled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        order = np.random.default_rng(1).permutation(self.indices).tolist() if shuffled else self.indices
+        for part, labels in zip(_blocks(order, batch_size), _blocks(self._labels(order), batch_size), strict=True):
+            yield self.preprocessing(self.images.images(part)), labels
 
 
 class _Repeatable:
@@ -213,5 +233,5 @@ class _Repeatable:
         return self._start()
 
 
-def _blocks(values: list[int], size: int) -> Iterable[list[int]]:
+def _blocks(values: Any, size: int) -> Iterable[Any]:
     return (values[start : start + size] for start in range(0, len(values), size))

@@ -2,54 +2,104 @@
 
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from cafe_tta import data as image_sets
 from cafe_tta.bench import estimate, run
-from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
+from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.records import RECORDS
-from cafe_tta.bench.source_side import SourceOptions
-from cafe_tta.cli import bench_flags as flags
-from cafe_tta.cli import inputs
+from cafe_tta.bench.source_side import SourceSideOptions
 from cafe_tta.cli.console import progress, say, show_table, sigterm_interrupts
+from cafe_tta.cli.flags import TORCHRUN, TimeoutOption, command
 from cafe_tta.cli.report import show_report_table
 from cafe_tta.corruptions import choose_names
 from cafe_tta.distributed import torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
+from cafe_tta.models.preprocessing import Rgb
+from cafe_tta.options import Options, option
+
+_IMAGES, _ROWS = "Images and model, instead of the data set's own", "What is run"
 
 
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """What `cafe-tta bench` runs."""
+
+    dataset: str = option("digits", f"The data set: one of {', '.join(DATASETS)}.")
+    output: Path | None = option(None, "Folder for the records; by default results/EXPERIMENT-DATASET.")
+    listing: bool = option(False, "List the experiments, with what each costs on this machine.", flag="--list")
+    show_episodes: bool = option(
+        False, "Print which images come with which corruptions, and stop.", flag="--show-episodes"
+    )
+    methods: str | None = option(
+        None,
+        "Run only these, separated by commas. With options, a row of its own: cafe,cafe(normalisation=blend,lr=0.1).",
+        panel=_ROWS,
+    )
+    set: list[str] = option(
+        [],
+        "An option of a method, such as cafe.lr=0.01, or of all that have it: lr=0.01. May be repeated.",
+        panel=_ROWS,
+        metavar="OPTION=VALUE",
+    )
+    corruptions: str = option("all", "all, held-out, or names separated by commas.", panel=_ROWS)
+    seeds: int = option(3, "Number of seeds: 0, 1, …", least=1, panel=_ROWS)
+    limit: int | None = option(None, "Number of images of the data set in each episode.", least=1, panel=_ROWS)
+    sweep: list[int] = option([], "Values of k for the experiment `groups`, such as 8,32.", panel=_ROWS)
+    frechet: bool | None = option(
+        None, "Measure the distance to the source before and after adapting; by default the experiment's.", panel=_ROWS
+    )
+    mode: str | None = option(None, "online or offline, instead of the experiment's mode.", panel=_ROWS)
+    data: str | None = option(None, "Test images.", panel=_IMAGES)
+    source_data: str | None = option(None, "Training images.", panel=_IMAGES)
+    model: str | None = option(None, "The model.", panel=_IMAGES)
+    image_size: int | None = option(None, "Height and width of the images, in pixels.", least=1, panel=_IMAGES)
+    mean: Rgb | None = option(
+        None, "Mean of the red, green and blue values, which are in 0..1.", panel=_IMAGES, metavar="R,G,B"
+    )
+    std: Rgb | None = option(
+        None, "Standard deviation of the red, green and blue values.", panel=_IMAGES, metavar="R,G,B"
+    )
+    synchronised: bool = option(
+        False,
+        "All ranks do every run together, each with its part of every batch, as one adapter; otherwise each rank does "
+        "runs of its own.",
+        panel=TORCHRUN,
+        flag="--synchronised",
+    )
+
+    def chosen_dataset(self) -> Dataset:
+        pixels = {"mean": self.mean, "std": self.std, "size": self.image_size}
+        return choose_dataset(self.dataset, data=self.data, source_data=self.source_data, model=self.model, **pixels)
+
+    def plan(self, experiment: str) -> Plan:
+        return plan(
+            experiment,
+            self.chosen_dataset(),
+            self.methods,
+            parse_options(self.set, self.methods),
+            self.sweep,
+            self.mode,
+            self.frechet,
+            seeds=tuple(range(self.seeds)),
+            limit=self.limit,
+            corruptions=choose_names(self.corruptions),
+        )
+
+
+@command()
 def bench(
-    experiment: flags.ExperimentName = None,
-    dataset: flags.DatasetName = "digits",
-    output: flags.Output = None,
-    listing: flags.Listing = False,
-    show_episodes: flags.ShowEpisodes = False,
-    methods: flags.Methods = None,
-    corruption_names: flags.CorruptionNames = "all",
-    seeds: flags.Seeds = 3,
-    limit: flags.Limit = None,
-    settings: flags.Set = None,
-    sweep: flags.Sweep = None,
-    frechet: flags.Frechet = None,
-    mode: flags.ModeName = None,
-    data: flags.Data = None,
-    source_data: flags.SourceData = None,
-    source_limit: flags.SourceLimit = None,
-    num_groups: flags.NumGroups = None,
-    max_group_size: flags.MaxGroupSize = 0,
-    posterior: flags.Posterior = None,
-    swag_epochs: flags.SwagEpochs = 0,
-    swag_lr: flags.SwagLr = 1e-4,
-    model: flags.Model = None,
-    weights: inputs.WeightsOption = None,
-    num_classes: inputs.NumClassesOption = None,
-    image_size: inputs.ImageSizeOption = None,
-    mean: inputs.MeanOption = None,
-    std: inputs.StdOption = None,
-    synchronised: flags.Synchronised = False,
-    timeout: inputs.TimeoutOption = HEARTBEAT_TIMEOUT,
+    options: BenchOptions,
+    source: SourceSideOptions,
+    experiment: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.", show_default=False, metavar="[EXPERIMENT]")
+    ] = None,
+    timeout: TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
     """Run an experiment of the paper: many methods, corruptions and seeds, each run recorded as it ends.
 
@@ -57,32 +107,25 @@ def bench(
 
     Started again after Ctrl-C, a crash or a power cut, it continues where it stopped. `cafe-tta report` makes tables, figures and a page from the records. Data sets are looked for in $CAFE_TTA_DATA or ~/.cache/cafe-tta/data, and downloaded if CAFE_TTA_DOWNLOAD=1; --data, --source-data, --model and --weights name others.
 
-    Many processes: torchrun --nproc-per-node 4 -m cafe_tta bench mixed ... shares the runs out; --output must be a folder that all machines share. The records do not depend on the number of processes, which may change from one start to the next.
+    Many processes: torchrun --nproc-per-node 4 -m cafe_tta bench mixed ... divides the runs between them; --output must be a folder that all machines share. The records do not depend on the number of processes, which may change from one start to the next.
     """  # noqa: E501 - a line break here would be one in the help
-    pixels = {"mean": inputs.three_numbers("mean", mean), "std": inputs.three_numbers("std", std), "size": image_size}
-    chosen = choose_dataset(dataset, data=data, source_data=source_data, model=model, **pixels)
-    file, widest = None if weights is None else Path(weights), max_group_size or None
-    swag = (posterior, swag_epochs, swag_lr)
-    options = SourceOptions(file, num_classes, source_limit, *swag, num_groups, widest)
-    if (listing or show_episodes) and (own := torchrun_share()) and own.rank:
+    share = torchrun_share()
+    if (options.listing or options.show_episodes) and share is not None and share.rank:
         return  # one process is enough
-    if listing:
-        _show_experiments(chosen, options)
+    if options.listing:
+        _show_experiments(options.chosen_dataset(), source)
         return
     if experiment is None:
         raise ValueError(f"expected an experiment, but got none; choose from: {', '.join(EXPERIMENTS)}; see --list")
-    planned = plan(
-        experiment, chosen, methods, parse_options(settings or [], methods), _numbers(sweep), mode, frechet,
-        seeds=tuple(range(seeds)), limit=limit, corruptions=choose_names(corruption_names),
-    )  # fmt: skip
-    folder = output or Path("results") / "-".join([experiment, chosen.name, *([mode] if mode else [])])
-    if show_episodes:
+    planned = options.plan(experiment)
+    if options.show_episodes:
         _show_episodes(planned)
-    else:
-        _run(planned, options, folder, synchronised, timeout)
+        return
+    parts = [experiment, options.dataset, *([options.mode] if options.mode else [])]
+    _run(planned, source, options.output or Path("results") / "-".join(parts), options.synchronised, timeout)
 
 
-def _run(planned: Plan, options: SourceOptions, folder: Path, synchronised: bool, timeout: float) -> None:
+def _run(planned: Plan, options: SourceSideOptions, folder: Path, synchronised: bool, timeout: float) -> None:
     """Does the runs, alone or with the other ranks, and shows the first table."""
     if synchronised and "WORLD_SIZE" not in os.environ:
         raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
@@ -92,13 +135,6 @@ def _run(planned: Plan, options: SourceOptions, folder: Path, synchronised: bool
     if share is None or not share.rank:
         show_report_table([folder])
         print(f"\nrecords: {folder / RECORDS}; tables, figures and a page: cafe-tta report {folder}")
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    parts = [] if text is None else text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"expected --sweep to be whole numbers with commas, such as 8,32,128, but got {text!r}")
-    return [int(part) for part in parts] or None
 
 
 def _show_episodes(planned: Plan) -> None:
@@ -113,7 +149,7 @@ def _show_episodes(planned: Plan) -> None:
     show_table(table)
 
 
-def _show_experiments(dataset: Dataset, options: SourceOptions) -> None:
+def _show_experiments(dataset: Dataset, options: SourceSideOptions) -> None:
     """Every experiment, with the time that it takes on this machine for the data set that was named."""
     costs = estimate.every_experiment(dataset, options, say)
     table = Table("experiment", "shows", "data sets", f"{dataset.name}, 3 seeds", box=None)

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cafe_tta.data import Unreadable
 from cafe_tta.distributed import Share, torchrun_share
 
 Advance = Callable[[int], None]
@@ -143,3 +144,11 @@ def say_error(message: str) -> None:
     if path and share is not None and not Path(path).exists():
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+def say_unreadable(unreadable: Sequence[Unreadable]) -> None:
+    """Names the first few images that were left out."""
+    for item in unreadable[:5]:
+        say(f"note: left out {item.name}: {item.why}")
+    if len(unreadable) > 5:
+        say(f"note: left out {len(unreadable) - 5} more")

@@ -1,29 +1,22 @@
 """`cafe-tta corrupt`: corrupted copies of images, in the published layouts."""
 
 import time
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cafe_tta import copies, data
-from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
-from cafe_tta.cli.inputs import DataOption, flag, say_unreadable
+from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, say_unreadable, show_facts
+from cafe_tta.cli.flags import command
+from cafe_tta.data.options import DATA_HELP
 
-_flag = partial(flag, copies.CopyOptions)
 
-
+@command()
 def corrupt(
-    data_spec: DataOption,
+    options: copies.CopyOptions,
+    data_spec: Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=False)],
     output: Annotated[Path, typer.Option(help="Folder for the copies.", show_default=False)],
-    names: Annotated[str, _flag("corruptions", "--corruptions")] = "all",
-    severity: Annotated[list[str] | None, _flag("severities", "--severity")] = None,
-    preset: Annotated[str | None, _flag("preset")] = None,
-    seed: Annotated[int, _flag("seed", min=0)] = 0,
-    limit: Annotated[int | None, _flag("limit", min=1)] = None,
-    layout: Annotated[str, _flag("layout")] = "auto",
-    file_format: Annotated[str | None, _flag("format", "--format")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of processes. The copies do not depend on it.")] = 1,
     contact_sheet: Annotated[
         bool, typer.Option("--contact-sheet/--no-contact-sheet", help="Draw contact-sheet.png.")
@@ -37,9 +30,6 @@ def corrupt(
     Arrays, such as cifar10:test, are stored as CIFAR-10-C is: read all of them with cifar10-c@DIR (for `bench`), and one corruption with cifar10-c:fog-5@DIR (for `adapt`). The same command continues a run that was stopped.
     """  # noqa: E501 - a line break here would be one in the help
     began = time.perf_counter()
-    checked: Any = {"preset": preset, "layout": layout, "format": file_format}  # by CopyOptions
-    severities = ",".join(severity or ["1-5"])
-    options = copies.CopyOptions(corruptions=names, severities=severities, seed=seed, limit=limit, **checked)
     imageset = data.load(data_spec, download=download)
     with progress("looking", len(imageset)) as advance:
         job = copies.plan(imageset, output, options, name=data_spec, advance=advance)

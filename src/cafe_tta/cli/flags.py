@@ -8,9 +8,18 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cafe_tta.options import Described, Options, describe
+from cafe_tta.options import Described, Options, combine, describe
 
-O = TypeVar("O", bound=Options)  # noqa: E741 - options
+C = TypeVar("C", bound=Options)
+TORCHRUN = "Many processes, started by torchrun"
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Under torchrun, end the job when a rank sends no heartbeat for this many seconds.",
+        rich_help_panel=TORCHRUN,
+    ),
+]
 _METAVARS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 
 
@@ -36,10 +45,10 @@ def command(*optional: str) -> Callable[[Callable[..., None]], Callable[..., Non
     return decorate
 
 
-def with_flags(*configs: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces `**options` in the signature of a command by a flag for each option of some classes.
+def with_flags(config: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command for Typer that receives the flags of a class as they were given, as `**flags`; None for the rest.
 
-    The command receives what was given: texts, lists of them for repeated flags, booleans, and None for the rest.
+    It is for a command that combines them with values from other places, such as a file.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +57,7 @@ def with_flags(*configs: type[Options]) -> Callable[[Callable[..., None]], Calla
         def run(**arguments: Any) -> None:
             function(**arguments)
 
-        return _with_signature(run, function, [*kept, *(p for config in configs for p in flags(config))])
+        return _with_signature(run, function, [*kept, *flags(config)])
 
     return decorate
 
@@ -58,14 +67,12 @@ def flags(config: type[Options], optional: Iterable[str] = ()) -> list[inspect.P
     return [
         _parameter(described, name, described.extra.get("required", False) and name not in optional)
         for described in describe(config)
-        for name in (described.name, *described.extra.get("aliases", ()))
+        for name in described.names
     ]
 
 
-def read(config: type[O], given: Mapping[str, Any]) -> O:
+def read(config: type[C], given: Mapping[str, Any]) -> C:
     """The options that flags gave; those that were not given have their defaults. Errors name the flag.
-
-    Aliases of a list add to it.
 
     >>> from cafe_tta.models import ModelOptions
     >>> read(ModelOptions, {"model": "timm:resnet26", "num_classes": "10", "device": None}).num_classes
@@ -74,19 +81,15 @@ def read(config: type[O], given: Mapping[str, Any]) -> O:
     Traceback (most recent call last):
     ValueError: expected `num_classes` to be a whole number at least 1, or none, but got 'ten' (--num-classes)
     """
-    values: dict[str, Any] = {}
-    for described in describe(config):
-        for name in (*described.extra.get("aliases", ()), described.name):
-            value = given.get(name)
-            if value is None:
-                continue
-            try:
-                value = described.parse(value) if isinstance(value, str) else value
-                described.check(value)
-            except ValueError as error:
-                raise ValueError(f"{error} ({_flag(name)})") from None
-            values[described.name] = values.get(described.name, []) + value if isinstance(value, list) else value
-    return config(**values)
+    names = {name for described in describe(config) for name in described.names}
+    values = {name: value for name, value in given.items() if name in names and value is not None}
+    return combine(config, ((name, _one(value, name, config), _flag(name)) for name, value in values.items()))
+
+
+def _one(value: Any, name: str, config: type[Options]) -> Any:
+    """The value of a flag; of a repeated one that stands for a text, the parts separated by commas."""
+    described = next(described for described in describe(config) if name in described.names)
+    return ",".join(value) if isinstance(value, list) and described.extra.get("repeated") else value
 
 
 def _is_options(annotation: Any) -> bool:
@@ -104,7 +107,7 @@ def _with_signature(
 
 def _parameter(described: Described, name: str, required: bool) -> inspect.Parameter:
     kinds = typing.get_args(described.hint) or (described.hint,)
-    hidden = name != described.name
+    hidden = name != described.name or described.extra.get("hidden", False)
     settings: dict[str, Any] = {
         "help": described.meaning + _default(described),
         "rich_help_panel": described.extra.get("panel"),
@@ -112,24 +115,29 @@ def _parameter(described: Described, name: str, required: bool) -> inspect.Param
         "hidden": hidden,
         "envvar": described.extra.get("envvar"),
     }
-    flag = _flag(name)
-    repeated = typing.get_origin(described.hint) is list
-    annotation: Any = str
+    flag, kind = _flag(name), typing.get_origin(described.hint)
     if bool in kinds:
-        own = described.extra.get("flag")
-        annotation, flag = bool, own or f"{flag}/--no-{flag[2:]}"
-    else:
-        usual = next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "TEXT")
-        settings["metavar"] = described.extra.get("metavar", usual)
-        annotation = list[str] if repeated else str
+        flag = f"{flag}/--no-{flag[2:]}"
+    if name == described.name:
+        flag = described.extra.get("flag", flag)
+    annotation: Any = bool
+    if bool not in kinds:
+        settings["metavar"] = described.extra.get("metavar", _metavar(described.hint, kinds))
+        annotation = list[str] if kind is list or described.extra.get("repeated") else str
     annotation = Annotated[annotation if required else annotation | None, typer.Option(flag, **settings)]
     default = inspect.Parameter.empty if required else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def _metavar(hint: Any, kinds: tuple[Any, ...]) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, kinds))
+    return next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "TEXT")
+
+
 def _default(described: Described) -> str:
     """The default, for the end of a help text; nothing where the option is off or not given."""
-    if described.default in (None, False, "", []):
+    if described.default is None or described.default is False or described.default in ("", []):
         return ""
     return f" Default: {'on' if described.default is True else described.default}."
 

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from cafe_tta import data, models
-from cafe_tta.cli.console import progress, readable_bytes, say, show_facts
-from cafe_tta.cli.flags import command
-from cafe_tta.cli.inputs import TimeoutOption, say_unreadable
+from cafe_tta.cli.console import progress, readable_bytes, say, say_unreadable, show_facts
+from cafe_tta.cli.flags import TimeoutOption, command
 from cafe_tta.data.options import DataOptions
 from cafe_tta.distributed import torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT

@@ -1,45 +1,41 @@
 """`cafe-tta train`: a source classifier, for those who have none yet."""
 
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cafe_tta.cli import inputs
-from cafe_tta.cli.console import Interrupted, progress, readable_bytes, say, show_facts
-from cafe_tta.source.train import TrainConfig
+from cafe_tta.cli.console import Interrupted, progress, readable_bytes, say, say_unreadable, show_facts
+from cafe_tta.cli.flags import command
+from cafe_tta.data.options import DataOptions
+from cafe_tta.models import ModelOptions
+from cafe_tta.source.train import Augmentation, TrainConfig
 from cafe_tta.source.train_folder import DEFAULT_MODEL, TrainingRun
 
-_flag = partial(inputs.flag, TrainConfig)
+
+@dataclass(frozen=True)
+class TrainOptions(TrainConfig):
+    """Options of `cafe-tta train`: those of training, with defaults for small images and a few minutes."""
+
+    epochs: int = 20
+    swag_epochs: int = 5
+    batch_size: int = 64
+    augment: Augmentation = "crop"
 
 
+@command("model")
 def train(
-    data_spec: inputs.DataOption,
+    model: ModelOptions,
+    images: DataOptions,
+    config: TrainOptions,
     output: Annotated[Path, typer.Option(help="Folder for the model.", show_default=False)],
-    model: inputs.ModelOption = DEFAULT_MODEL,
     test: Annotated[
         str | None, typer.Option(help="Labelled images to measure the accuracy on in the end.", show_default=False)
     ] = None,
-    epochs: Annotated[int, _flag("epochs", min=0)] = 20,
-    swag_epochs: Annotated[int, _flag("swag_epochs", min=0)] = 5,
-    batch_size: Annotated[int, _flag("batch_size", min=1)] = 64,
-    lr: Annotated[float, _flag("lr", min=0.0)] = 0.1,
-    swag_lr: Annotated[float, _flag("swag_lr", min=0.0)] = 0.01,
-    weight_decay: Annotated[float, _flag("weight_decay", min=0.0)] = 5e-4,
-    augment: Annotated[str, _flag("augment")] = "crop",
-    seed: Annotated[int, _flag("seed", min=0)] = 0,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Start anew, or continue a run that was stopped.")
     ] = False,
-    workers: inputs.WorkersOption = 0,
-    device: inputs.DeviceOption = "auto",
-    weights: inputs.WeightsOption = None,
-    pretrained: inputs.PretrainedOption = False,
-    image_size: inputs.ImageSizeOption = None,
-    mean: inputs.MeanOption = None,
-    std: inputs.StdOption = None,
-    head: inputs.HeadOption = None,
     new_head: Annotated[
         bool, typer.Option("--new-head", help="Keep all but the last layer of --weights, to train for other classes.")
     ] = False,
@@ -50,15 +46,10 @@ def train(
 
     Writes model.safetensors, posterior.safetensors and train.json. The same command continues a run that was stopped.
     """
-    config = TrainConfig(
-        epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay, swag_epochs=swag_epochs,
-        swag_lr=swag_lr, augment=augment, seed=seed,  # type: ignore[arg-type] # TrainConfig checks it
-    )  # fmt: skip
-    options = inputs.model_options(
-        model, weights=weights, pretrained=pretrained, image_size=image_size, mean=mean, std=std, head=head,
-        device=device,
-    )  # fmt: skip
-    run = TrainingRun(data_spec, output, options, config, test, new_head)
+    if not model.model:
+        model = replace(model, model=DEFAULT_MODEL)
+    training = TrainConfig(**asdict(config))
+    run = TrainingRun(images.data, output, model, training, test, new_head)
     if fresh:
         run.clear()
     elif report := run.finished():
@@ -67,7 +58,7 @@ def train(
     if done := run.epochs_done:
         say(f"going on after epoch {done} of {config.total_epochs} ({run.checkpoint}); --fresh begins anew")
     try:
-        report = run.train(workers, progress, inputs.say_unreadable)
+        report = run.train(images.workers, progress, say_unreadable)
     except KeyboardInterrupt as error:
         saved = f"{run.epochs_done} epochs of {config.total_epochs} are saved"
         raise Interrupted(f"{saved}; the same command goes on", 2) from error

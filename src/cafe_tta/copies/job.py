@@ -28,7 +28,11 @@ class CopyOptions(Options):
         "all", "The corruptions: all (the 15 of the paper), held-out (the other 4), or names such as fog,snow."
     )
     severities: str | int | tuple[int, ...] = option(
-        "1-5", "The severities, such as 5 or 1,3 or 1-3; by default all, from 1 to 5."
+        "1-5",
+        "The severities, such as 5 or 1,3 or 1-3; by default all, from 1 to 5.",
+        flag="--severity",
+        repeated=True,
+        metavar="TEXT",
     )
     preset: Preset | None = option(
         None,

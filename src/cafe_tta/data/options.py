@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from cafe_tta.options import Options, option
 
+DATA_HELP = "The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR."
+
 
 @dataclass(frozen=True)
 class DataOptions(Options):
@@ -13,7 +15,5 @@ class DataOptions(Options):
     0
     """
 
-    data: str = option(
-        "", "The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR.", required=True
-    )
+    data: str = option("", DATA_HELP, required=True)
     workers: int = option(0, "Number of threads that read images ahead.", least=0)

@@ -1,9 +1,10 @@
-"""What is remembered of each camera, and what follows from it: which model answers it, and whether it is adapted to.
+"""Cameras: what is remembered of each, how far it is from the source, which model answers it, whether it is adapted to.
 
 Bounded in every direction, whatever names clients invent.
 """
 
 import math
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -12,17 +13,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cafe_tta.serve.yardstick import FEWEST, Yardstick
+from cafe_tta.serve.buffer import Buffer
+from cafe_tta.serve.settings import Settings
+from cafe_tta.source import Reference
+from cafe_tta.source.reference import MIN_IMAGES
 
 RECENT = 64  # images of a camera whose features are remembered
-WATCHED = 128  # images of a camera whose predictions are remembered
+PREDICTIONS = 128  # images of a camera whose predictions are remembered
+POOL = 256  # images that the drift of the whole stream is computed from
 FEATURE_BYTES = 128 * 2**20  # that the features of all cameras may take
 LONGEST_NAME = 256
-NEWCOMER = 16  # images: cameras that have sent fewer share one place in the buffer
 ONE_CLASS, SURE = 0.97, 0.95  # share of one class, and mean confidence, of a camera that shows a single thing
-SAME = 0.01  # dispersion of the features of a camera that shows one image again and again
-CLEAR_GAIN = math.log(1.25)  # a camera's alignment must fall so far, or the source model goes on answering it
-MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is kept out
+SAME = 0.01  # dispersion of the features of a camera that repeats one image
+CLEAR_GAIN = math.log(1.25)  # a camera's alignment must fall by this factor, or the source model goes on answering it
+MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
+FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
+SIDE = 8  # pixels of the thumbnail that says whether two images are the same
+LEVELS = 4.0  # levels of the thumbnail's values per standard deviation of the image
 
 
 @dataclass(eq=False)
@@ -35,14 +42,14 @@ class Camera:
     last_seen: float = 0.0
     features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))  # (D,) each
     source_features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
-    predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))
+    predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PREDICTIONS))
     fingerprints: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
     flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
     changed: bool = False  # since it was assessed
     drift: float | None = None
     source_drift: float | None = None
     gain: float | None = None  # log of the published model's alignment over the source's: below 0 is better
-    quarantined: str = ""  # why nothing of it is adapted to
+    quarantined: str = ""  # why the model is not adapted to it
 
     @property
     def looks_like_source(self) -> bool:
@@ -54,41 +61,59 @@ class Camera:
         return self.looks_like_source or (self.gain is not None and self.gain > -CLEAR_GAIN)
 
     def learn_gain(self, gain: float | None) -> None:
-        """Takes in another measurement of the gain; few images make it noisy."""
+        """Averages a new measurement of the gain with the last: few images make it noisy."""
         if gain is not None:
             self.gain = gain if self.gain is None else (self.gain + gain) / 2
 
-    def flaw(self, flat: bool, fingerprint: int) -> str:
-        """What is wrong with an image of this camera; empty where nothing is."""
-        found = "flat" if flat else "repeated" if fingerprint in self.fingerprints else ""
-        self.flaws.append(found)
-        if not found:
-            self.fingerprints.append(fingerprint)
-        return found
+    def saw(self, features: Tensor, prediction: tuple[int, float], of_source: bool) -> None:
+        """Notes an answered image."""
+        self.images += 1
+        self.predictions.append(prediction)
+        self.features.append(features)
+        if of_source:
+            self.source_features.append(features)
+        self.changed = True
 
-    def suspicion(self, yardstick: Yardstick | None) -> str:
-        """Why its recent images are not worth adapting to; empty where they are."""
+    def flaw(self, flat: bool, fingerprint: int) -> str:
+        """What is wrong with an image of this camera: `flat`, `repeated` or empty."""
+        flaw = "flat" if flat else "repeated" if fingerprint in self.fingerprints else ""
+        self.flaws.append(flaw)
+        if not flaw:
+            self.fingerprints.append(fingerprint)
+        return flaw
+
+    def suspicion(self, reference: Reference | None) -> str:
+        """Why the model should not be adapted to its recent images; empty if it should."""
         for flaw, text in (("flat", "flat frames"), ("repeated", "the same images again and again")):
-            if len(self.flaws) >= FEWEST and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
+            if len(self.flaws) >= MIN_IMAGES and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
                 return f"it sends {text}"
         if len(self.predictions) >= RECENT:
             classes = [predicted for predicted, _ in self.predictions]
             most = max(classes.count(c) for c in set(classes)) / len(classes)
             confidence = sum(sure for _, sure in self.predictions) / len(self.predictions)
             if most >= ONE_CLASS and confidence >= SURE:
-                return "it shows one class for ever"
-        if yardstick is None or len(self.features) < 2 * FEWEST:
+                return "it shows one class only"
+        if reference is None or len(self.features) < 2 * MIN_IMAGES:
             return ""
-        return "its images hardly differ" if yardstick.dispersion(torch.stack(tuple(self.features))) < SAME else ""
+        return "its images hardly differ" if reference.dispersion(torch.stack(tuple(self.features))) < SAME else ""
 
 
 class Cameras:
-    """The cameras that were heard of last. Not thread-safe: the service holds its lock."""
+    """The cameras that sent images last, and the drift of the whole stream.
 
-    def __init__(self, limit: int, num_features: int) -> None:
-        self._limit = limit
+    Not thread-safe: callers hold the service's lock. Only `assess` and `look` take it themselves, to read and to write,
+    and compute outside of it.
+    """
+
+    def __init__(
+        self, settings: Settings, num_features: int, reference: Reference | None, buffer: Buffer, lock: threading.RLock
+    ) -> None:
+        self._settings, self._reference, self._buffer, self._lock = settings, reference, buffer, lock
         self._rows = max(RECENT, FEATURE_BYTES // (8 * num_features))  # of features and source features alike
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
+        self.divergences: Tensor | None = None  # (K,): of each feature group of recent images, as they were answered
+        self.drift: dict[str, float | None] = {}  # of recent images: as they were answered, and for the source model
+        self.forget()
 
     def __iter__(self) -> Iterator[Camera]:
         return iter(self._cameras.values())
@@ -100,26 +125,64 @@ class Cameras:
         return self._cameras.get(name)
 
     def touch(self, name: str) -> Camera:
-        """The camera of that name, new or not, as the one that was heard of last."""
+        """The camera of that name, new or not, as the one that sent images last."""
         camera = self._cameras.get(name)
         if camera is None:
-            if len(self._cameras) >= self._limit:
+            if len(self._cameras) >= self._settings.max_cameras:
                 self._cameras.popitem(last=False)
             camera = self._cameras[name] = Camera(name)
         self._cameras.move_to_end(name)
         camera.last_seen = time.time()
         return camera
 
-    def saw(self, camera: Camera, features: Tensor, prediction: tuple[int, float], of_source: bool) -> None:
-        """Notes an answered image."""
-        camera.images += 1
-        camera.predictions.append(prediction)
-        camera.features.append(features)
-        if of_source:
-            camera.source_features.append(features)
-        camera.changed = True
+    def forget(self) -> None:
+        """Forgets what was seen, but not which cameras there are."""
+        for name, camera in self._cameras.items():
+            self._cameras[name] = Camera(name, camera.images, camera.adapted, camera.last_seen)
+        self.drift = {"overall": None, "source": None}
+        self.divergences = None
 
-    def trim(self) -> None:
+    def assess(self) -> None:
+        """Updates drift and quarantine of each camera that has sent images."""
+        with self._lock:
+            self._trim()
+            changed = [camera for camera in self if camera.changed]
+            parts = []
+            for camera in changed:
+                camera.changed = False
+                kept = (camera.features, camera.source_features)
+                parts.append([torch.stack(tuple(k)) if len(k) >= MIN_IMAGES else None for k in kept])
+        for camera, (ours, source) in zip(changed, parts, strict=True):
+            drift, source_drift = self._drift(ours), self._drift(source)
+            with self._lock:
+                camera.drift = camera.drift if drift is None else drift
+                camera.source_drift = camera.source_drift if source_drift is None else source_drift
+                camera.quarantined = camera.suspicion(self._reference) if self._settings.judge else ""
+                if camera.quarantined or (self._settings.gate and camera.looks_like_source):
+                    self._buffer.drop(camera.name)  # images that came before this was known
+
+    def look(self) -> None:
+        """Updates the drift of the whole stream."""
+        self.assess()
+        with self._lock:
+            seen = [c for c in self if len(c.features) >= MIN_IMAGES]
+            ours = _pooled([torch.stack(tuple(c.features)) for c in seen])
+            source = _pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
+        if self._reference is None or ours is None:
+            return
+        divergences = self._reference.divergences(ours).cpu()
+        known = self._reference.calibrated and len(ours) >= MIN_IMAGES
+        overall = float(divergences.mean()) / self._reference.threshold(len(ours)) if known else None
+        of_source = self._drift(source)
+        with self._lock:
+            self.drift["overall"] = overall
+            self.drift["source"] = self.drift["source"] if of_source is None else of_source
+            self.divergences = divergences
+
+    def _drift(self, features: Tensor | None) -> float | None:
+        return None if self._reference is None or features is None else self._reference.drift(features)
+
+    def _trim(self) -> None:
         """Forgets features where many cameras would take too much memory."""
         room = max(1, self._rows // max(1, len(self._cameras)))
         for camera in self:
@@ -127,7 +190,42 @@ class Cameras:
                 while len(kept) > room:
                     kept.popleft()
 
-    def forget(self) -> None:
-        """Forgets all that was seen, but not who is there."""
-        for name, camera in self._cameras.items():
-            self._cameras[name] = Camera(name, camera.images, camera.adapted, camera.last_seen)
+
+def _pooled(parts: list[Tensor]) -> Tensor | None:
+    """Recent features of all cameras, the same number of each."""
+    if not parts:
+        return None
+    each = max(1, POOL // len(parts))
+    return torch.cat([part[-each:] for part in parts])[:POOL]
+
+
+@dataclass(frozen=True)
+class Screened:
+    """For each image: whether it is flat, and a number that equal images share."""
+
+    flat: list[bool]
+    fingerprints: list[int]
+
+
+def screen(images: Tensor) -> Screened:
+    """Finds flat frames and repeated images in a batch, (B, C, H, W) or any other shape, from the pixels alone."""
+    with torch.no_grad():
+        batch = images.detach().float()
+        values = batch.flatten(2) if batch.dim() > 2 else batch[:, None, :]  # (B, C, pixels)
+        flat = values.std(-1, correction=0).amax(1) < FLAT
+        whole = values.flatten(1)
+        mean, std = whole.mean(1), whole.std(1, correction=0).clamp(min=1e-6)
+        small = torch.nn.functional.adaptive_avg_pool2d(batch, SIDE).flatten(1) if batch.dim() == 4 else whole
+        levels = ((small - mean[:, None]) / std[:, None] * LEVELS).round().clamp(-127, 127).to(torch.int8)
+        rows = levels.cpu().numpy()
+    return Screened(flat.tolist(), [hash(row.tobytes()) for row in rows])
+
+
+def check_name(name: object) -> None:
+    if not isinstance(name, str) or not name or len(name) > LONGEST_NAME:
+        raise ValueError(f"expected a camera's name of 1 to {LONGEST_NAME} characters, but got {str(name)[:50]!r}")
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None if it is NaN or infinite, which JSON cannot express."""
+    return value if value is not None and math.isfinite(value) else None

@@ -2,89 +2,112 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter
 from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
-from cafe_tta.serve.answering import Answers as Answers
-from cafe_tta.serve.answering import check_camera, check_request, run
 from cafe_tta.serve.buffer import Buffer, Item
-from cafe_tta.serve.cameras import NEWCOMER, Camera, Cameras
-from cafe_tta.serve.config import ServiceConfig as ServiceConfig
-from cafe_tta.serve.guard import PANEL
-from cafe_tta.serve.keeping import Keeping
-from cafe_tta.serve.replica import SOURCE_VERSION
-from cafe_tta.serve.screen import screen
-from cafe_tta.serve.telemetry import Telemetry
-from cafe_tta.serve.watch import Watch
-from cafe_tta.serve.yardstick import Yardstick
-from cafe_tta.source.stats import SourceStats
+from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
+from cafe_tta.serve.judge import PANEL
+from cafe_tta.serve.settings import Settings
+from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
+from cafe_tta.source import Reference, SourceStats
 
 TICK = 2.0  # seconds between two points of the series
+EVENTS = 200  # that are kept
 MOST_OPTED_OUT = 10_000
-MOST_PATIENCE = 8  # times as many images must come before the next step, after steps that were refused
-NEWCOMERS = ""  # their place in the buffer: no camera has this name
+MOST_PATIENCE = 8  # factor on the images that must come before the next step, after steps that were refused
+NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
+NEWCOMERS = ""  # the owner of that share: no camera has this name
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to a batch of images."""
+
+    logits: Tensor  # (B, C) float32, on the CPU
+    labels: Tensor  # (B,) int64: the predicted classes
+    probabilities: Tensor  # (B,) float32: of the predicted classes
+    version: int  # of the snapshot that was published; 0 is the source model
+    drift: list[float | None]  # of each image's camera: at most 1 looks like the source; None while unknown
+    adapted: list[bool]  # whether the image was taken for adapting
+    versions: list[int]  # which snapshot answered each image: the published one, or 0, the source model
 
 
 class Service:
-    """One model for many cameras. Any thread may call any method."""
+    """One model for many cameras. Any thread may call any method.
 
-    def __init__(self, adapter: Adapter, config: ServiceConfig, source_stats: SourceStats | None) -> None:
+    >>> import cafe_tta as cafe, torch
+    >>> adapter = cafe.create("tent", cafe.split_classifier(torch.nn.Sequential(
+    ...     torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+    ...     torch.nn.Linear(4, 2))))
+    >>> service = Service(adapter, Settings(step_images=8), source_stats=None)
+    >>> answers = service.answer(torch.rand(5, 3, 8, 8), cameras=["gate"] * 5, adapt=[True] * 5)
+    >>> answers.logits.shape, answers.version, service.status()["answered"]
+    (torch.Size([5, 2]), 0, 5)
+    """
+
+    def __init__(self, adapter: Adapter, settings: Settings, source_stats: SourceStats | None) -> None:
         if not isinstance(adapter, Adapter):
             raise TypeError(f"expected an Adapter, but got {type(adapter).__name__}; make one with cafe_tta.create()")
         if source_stats is not None:
             source_stats.check_belongs_to(adapter.classifier)
-        self.config = config
+        self.settings = settings
+        self.name = settings.name or "cafe-tta"
         self.method = adapter.name
         self.num_classes = adapter.classifier.num_classes
-        self.num_features = adapter.classifier.num_features
         self.class_names: tuple[str, ...] | None = None
-        self._yardstick = None if source_stats is None else Yardstick(source_stats, config.gate_margin)
+        self.device = adapter.classifier.head.weight.device
+        self._reference = None if source_stats is None else Reference(source_stats, margin=settings.gate_margin)
         self._lock = threading.RLock()  # of everything but the adaptation; held for moments only
         self._wake = threading.Condition(self._lock)
         self._stepping = threading.Lock()  # of the adaptation; held for a whole step. Taken before `_lock`, never after
-        self._adaptation = Adaptation(adapter, config, self._yardstick)
-        self._keeping = Keeping(self._adaptation, config)
-        self._buffer = Buffer(config.buffer_images, config.per_camera, config.max_cameras, config.seed)
-        self._cameras = Cameras(config.max_cameras, self.num_features)
-        self._watch = Watch(self._lock, self._cameras, self._buffer, config, self._yardstick)
+        self._snapshots = Snapshots(adapter, settings)
+        self._adaptation = Adaptation(self._snapshots, settings, self._reference)
+        self._buffer = Buffer(settings.buffer_images, settings.per_camera, settings.max_cameras, settings.seed)
+        num_features = adapter.classifier.num_features
+        self._cameras = Cameras(settings, num_features, self._reference, self._buffer, self._lock)
         self._opted_out: set[str] = set()
-        self._telemetry = Telemetry()
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._series = status.Series()
         self._paused = self._closing = self._busy = False
         self._thread: threading.Thread | None = None
         self._started = time.time()
         self._images = self._answered = self._adapted_images = 0
         self._like_source = 0  # images since the last step that the gate kept out
         self._steps = {"accepted": 0, "refused": 0, "rolled_back": 0, "skipped": 0}
-        self._patience = 1  # times as many images as a step takes must have come
+        self._patience = 1  # factor on the images that must come before the next step
         self._not_before = 0.0  # time.monotonic() of the next step at the earliest
 
-    # What clients use
+    # For clients
 
     def answer(self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool]) -> Answers:
-        """Answers a batch, and keeps of it what may be adapted to."""
-        check_request(images, cameras, adapt)
+        """Answers a batch, and keeps those of its images that may be adapted to."""
+        _check_request(images, cameras, adapt)
         with self._lock:
             self._images += len(images)
             known = {name: self._cameras.get(name) for name in set(cameras)}
         wanting = {name for name, camera in known.items() if camera is not None and camera.wants_source}
-        published = self._adaptation.published
+        published = self._snapshots.published
         of_source = [name in wanting and published.version != SOURCE_VERSION for name in cameras]
-        passed = run(images, of_source, published.front, self._adaptation.source)
-        sure, predicted = passed.logits.softmax(1).max(1)
-        screened = screen(images) if self.config.guard and self._adapting else None
-        rows = list(zip(passed.features.unbind(), predicted.tolist(), sure.tolist(), strict=True))
+        passed = _forward(images, of_source, published.front, self._snapshots.source)
+        probabilities, labels = passed.logits.softmax(1).max(1)
+        screened = screen(images) if self.settings.judge and self._adapting else None
+        rows = list(zip(passed.features.unbind(), labels.tolist(), probabilities.tolist(), strict=True))
         drift: list[float | None] = []
         taken: list[bool] = []
         with self._lock:
             for i, name in enumerate(cameras):
                 features, label, confidence = rows[i]
                 camera = self._cameras.touch(name)
-                self._cameras.saw(camera, features.clone(), (label, confidence), passed.versions[i] == SOURCE_VERSION)
+                camera.saw(features.clone(), (label, confidence), passed.versions[i] == SOURCE_VERSION)
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
                 takes = adapt[i] and not flaw and self._wanted(camera)
                 if takes:
@@ -92,87 +115,87 @@ class Service:
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
-                drift.append(status.finite(camera.drift))
+                drift.append(finite(camera.drift))
             self._answered += len(images)
             if self._enough():
                 self._wake.notify_all()
-        return Answers(passed.logits, passed.published, drift, taken, passed.versions)
+        return Answers(passed.logits, labels, probabilities, passed.published, drift, taken, passed.versions)
 
     def probe(self, images: Tensor) -> Tensor:
-        """Logits of the published snapshot, counted nowhere: to warm up, and to see whether it answers."""
-        return self._adaptation.published.front(images)[2].float().cpu()
+        """Logits of the published snapshot, not counted anywhere: to warm up, and to see whether it answers."""
+        return self._snapshots.published.front(images)[2].float().cpu()
 
     def observe(self, images: int, seconds: float) -> None:
-        """Notes what a request took, for the series."""
+        """Notes how long a request took, for the series."""
         with self._lock:
-            self._telemetry.observe(images, seconds)
+            self._series.seconds.append(seconds)
+            self._series.images += images
 
-    # What operators use
+    # For operators
 
     def start(self) -> None:
-        """Takes up the last good state, and starts the adapting thread."""
+        """Restores the last good state, and starts the adapting thread."""
         with self._stepping, self._lock:
             if self._thread is not None:
                 raise RuntimeError("the service was started already")
             self._started = time.time()
-            restored = self._keeping.restore()
-            self._telemetry.restore(restored.events)
+            restored = self._snapshots.restore()
+            self._events.extend(dict(event) for event in restored.events)
             self._opted_out |= set(restored.opted_out)
             for text in restored.problems:
-                self._telemetry.record("error", self._version, text)
-            self._telemetry.record("started", self._version, f"started with {self.method}{restored.text}")
+                self._record("error", text)
+            self._record("started", f"started with {self.method}{restored.text}")
             self._thread = threading.Thread(target=self._run, name="cafe-tta-adapt", daemon=True)
             self._thread.start()
 
     def pause(self) -> None:
-        """Goes on answering with what is published, and adapts no more."""
+        """Stops adapting; the published snapshot goes on answering."""
         with self._lock:
             self._require_adapting("pause")
             if self._paused:
                 raise ValueError("cannot pause: the service is paused already")
             self._paused = True
-            self._telemetry.record("paused", self._version, "paused by an operator; goes on answering")
+            self._record("paused", "paused by an operator; goes on answering")
 
     def resume(self) -> None:
+        """Starts adapting again."""
         with self._lock:
             self._require_adapting("resume")
             if not self._paused:
                 raise ValueError("cannot resume: the service is not paused")
             self._paused = False
-            self._telemetry.record("resumed", self._version, "resumed by an operator")
+            self._record("resumed", "resumed by an operator")
             self._wake.notify_all()
 
     def reset(self) -> None:
-        """The source model again; what was seen is forgotten. Waits for a step that is under way."""
+        """Publishes the source model, and forgets what was seen. Waits for a running step to end."""
         with self._stepping:
-            self._adaptation.back_to_source()
+            self._snapshots.back_to_source()
             with self._lock:
                 self._buffer.clear()
                 self._cameras.forget()
                 self._patience = 1
-                self._watch.forget()
-                self._telemetry.record("reset", SOURCE_VERSION, "reset by an operator: the source model answers")
+                self._record("reset", "reset by an operator: the source model answers")
 
     def rollback(self, version: int | None = None) -> None:
-        """An earlier snapshot again; by default the one before. Waits for a step that is under way."""
+        """Publishes an earlier snapshot; by default the one before. Waits for a running step to end."""
         with self._stepping:
             now = self._version
-            chosen = self._keeping.roll_back(version)
+            chosen = self._snapshots.roll_back(version)
             with self._lock:
-                text = f"rolled back from version {now} to {chosen} by an operator"
                 self._steps["rolled_back"] += 1
-                self._telemetry.record("rolled_back", chosen, text)
+                self._record("rolled_back", f"rolled back from version {now} to {chosen} by an operator")
 
     def save(self) -> None:
         """Writes the state to disk now."""
-        if self.config.state is None:
+        if self.settings.state is None:
             raise ValueError("cannot save: the service was started without a folder for its state")
         with self._stepping:
             self._save("saved by an operator")
 
     def camera_opt_out(self, camera: str, out: bool = True) -> None:
-        """Nothing of this camera is adapted to; its images are answered as ever."""
-        check_camera(camera)
+        """Excludes a camera from adapting, or lets it in again; its images are answered in any case."""
+        check_name(camera)
         with self._lock:
             if not out:
                 self._opted_out.discard(camera)
@@ -183,12 +206,13 @@ class Service:
             self._buffer.drop(camera)
 
     def status(self) -> dict[str, Any]:
-        """All that a person may want to know, as plain JSON."""
+        """Everything that the dashboard shows, as plain JSON."""
+        sizes = [] if self._reference is None else self._reference.sizes
         with self._lock:
             return {
-                "name": self.config.name,
+                "name": self.name,
                 "method": self.method,
-                "state": "off" if not self.config.adapt else "paused" if self._paused else "adapting",
+                "state": "off" if not self.settings.adapt else "paused" if self._paused else "adapting",
                 "version": self._version,
                 "started": self._started,
                 "now": time.time(),
@@ -196,13 +220,13 @@ class Service:
                 "answered": self._answered,
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
-                "drift": dict(self._watch.drift),
+                "drift": {name: finite(drift) for name, drift in self._cameras.drift.items()},
                 "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out),
-                "groups": list(self._watch.groups),
+                "groups": status.describe_groups(self._cameras.divergences, sizes),
                 "classes": status.describe_classes(self._cameras, self.class_names),
-                "events": list(self._telemetry.events),
-                "series": list(self._telemetry.series),
-                "snapshots": [snapshot.describe() for snapshot in self._adaptation.history],
+                "events": list(self._events),
+                "series": list(self._series.points),
+                "snapshots": [snapshot.describe() for snapshot in self._snapshots.history],
             }
 
     def settle(self, timeout: float = 60.0) -> bool:
@@ -218,11 +242,11 @@ class Service:
             thread = self._thread
         if thread is not None:
             thread.join(timeout)
-        if self._stepping.acquire(timeout=timeout):  # a step that takes longer than that is left to its fate
+        if self._stepping.acquire(timeout=timeout):  # a step that takes longer is abandoned
             try:
-                if thread is not None and self._keeping.open:
+                if thread is not None and self._snapshots.on_disk:
                     self._save("saved at shutdown")
-                self._keeping.close()
+                self._snapshots.close()
             finally:
                 self._stepping.release()
 
@@ -230,17 +254,17 @@ class Service:
 
     @property
     def _version(self) -> int:
-        return self._adaptation.published.version
+        return self._snapshots.published.version
 
     @property
     def _adapting(self) -> bool:
-        return self.config.adapt and not self._paused
+        return self.settings.adapt and not self._paused
 
     def _wanted(self, camera: Camera) -> bool:
         """Whether a good image of a camera is adapted to."""
         if not self._adapting or camera.name in self._opted_out or camera.quarantined:
             return False
-        if self.config.gate and camera.looks_like_source:
+        if self.settings.gate and camera.looks_like_source:
             self._like_source += 1
             return False
         return True
@@ -261,9 +285,9 @@ class Service:
                         self._cycle()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._watch.look()
+                    self._cameras.look()
                     with self._lock:
-                        self._telemetry.point(self._watch.drift["overall"], self._watch.drift["source"])
+                        self._series.point(self._cameras.drift["overall"], self._cameras.drift["source"])
                     self._save_if_due()
             except Exception as error:  # whatever goes wrong here, clients are answered
                 self._recover(error)
@@ -272,43 +296,42 @@ class Service:
                 self._wake.notify_all()
 
     def _enough(self) -> bool:
-        """Whether so many images have come that it is time for a step, or to say why there is none."""
-        return self._adapting and (self._enough_to_step() or self._like_source >= self.config.step_images)
+        """Whether enough images have come for a step, or for saying why there is none."""
+        return self._adapting and (self._enough_to_step() or self._like_source >= self.settings.step_images)
 
     def _enough_to_step(self) -> bool:
-        wanted = self.config.step_images
+        wanted = self.settings.step_images
         if self._buffer.arrived < wanted * self._patience or not self._buffer.ready(wanted):
             return False
-        return not self.config.guard or self._buffer.num_held() >= 2 * PANEL  # else nobody could judge the step
+        return not self.settings.judge or self._buffer.num_validation() >= 2 * PANEL  # else the step cannot be judged
 
     def _due(self) -> bool:
         return self._enough() and time.monotonic() >= self._not_before
 
     def _cycle(self) -> None:
         began = time.monotonic()
-        self._watch.assess()
+        self._cameras.assess()
         items: list[Item] = []
         with self._lock:
             like_source, self._like_source = self._like_source, 0
             if self._adapting and self._enough_to_step():
-                items = self._buffer.take(self.config.step_images)
-                held = self._buffer.held(self.config.held_images)
+                items = self._buffer.take(self.settings.step_images)
+                validation = self._buffer.validation(self.settings.validation_images)
         if items:
-            outcome = self._adaptation.cycle(items, held)
+            outcome = self._adaptation.cycle(items, validation)
         elif like_source:
             outcome = Outcome("skipped", f"no step: {like_source} images looked like the source")
         else:
-            return  # what waited belonged to a camera that was quarantined just now
+            return  # the waiting images belonged to a camera that was quarantined just now
         ended = time.monotonic()
         with self._lock:
             self._note(outcome)
-            share = self.config.adapt_share
+            share = self.settings.adapt_share
             self._not_before = ended + (ended - began) * (1 - share) / share
 
     def _note(self, outcome: Outcome) -> None:
         self._steps[outcome.kind] += 1
-        figures = {name: status.finite(value) for name, value in outcome.figures.items()}
-        self._telemetry.record(outcome.kind, self._version, outcome.text, **figures)
+        self._record(outcome.kind, outcome.text, **outcome.figures)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
         for camera in self._cameras:
@@ -318,8 +341,17 @@ class Service:
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 
+    def _record(self, kind: str, text: str, **figures: float | None) -> None:
+        """Notes an event. A skipped step or a save replaces the event before it, if that is of the same kind."""
+        last: dict[str, Any] = self._events[-1] if self._events else {"id": 0, "kind": ""}
+        if kind in ("skipped", "saved") and last["kind"] == kind:
+            self._events.pop()
+        event = {"id": int(last["id"]) + 1, "time": time.time(), "kind": kind, "version": self._version, "text": text}
+        known = {name: finite(figures.get(name)) for name in ("alignment", "frechet", "entropy", "loss")}
+        self._events.append(event | known)
+
     def _save_if_due(self) -> None:
-        if self._keeping.due() and self._stepping.acquire(blocking=False):
+        if self._snapshots.save_due() and self._stepping.acquire(blocking=False):
             try:
                 self._save("saved on schedule")
             finally:
@@ -327,21 +359,66 @@ class Service:
 
     def _save(self, text: str) -> None:
         with self._lock:
-            events, opted_out = list(self._telemetry.events), sorted(self._opted_out)
-        path = self._keeping.save(events, opted_out)
+            events, opted_out = list(self._events), sorted(self._opted_out)
+        path = self._snapshots.save(events, opted_out)
         if path is not None:
             with self._lock:
-                self._telemetry.record("saved", self._version, f"version {self._version} {text}: {path.name}")
+                self._record("saved", f"version {self._version} {text}: {path.name}")
 
     def _recover(self, error: Exception) -> None:
-        """After a mistake: the adapter as it was published last, and an event that says so."""
+        """After an error: sets the adapter back to what was published last, and records an event."""
         with self._stepping:
-            self._adaptation.restore_good()
+            self._snapshots.restore_good()
         with self._lock:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
             self._not_before = time.monotonic() + 1.0
-            self._telemetry.record("error", self._version, f"{type(error).__name__}: {error}")
+            self._record("error", f"{type(error).__name__}: {error}")
 
     def _require_adapting(self, what: str) -> None:
-        if not self.config.adapt:
+        if not self.settings.adapt:
             raise ValueError(f"cannot {what}: the service was started with adapt=off")
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A batch after its forward passes."""
+
+    features: Tensor  # (B, D) float32, on the CPU
+    logits: Tensor  # (B, C) float32, on the CPU
+    versions: list[int]
+    published: int
+
+
+def _forward(images: Tensor, of_source: Sequence[bool], published: Replica, source: Replica) -> _Passed:
+    """One pass, or two where some of the images are answered by the source model."""
+    if not any(of_source) or all(of_source):
+        version, features, logits = (source if any(of_source) else published)(images)
+        return _Passed(_plain(features), _plain(logits), [version] * len(images), published.version)
+    chosen = torch.tensor(of_source)
+    version, features, logits = published(images[~chosen])
+    source_version, source_features, source_logits = source(images[chosen])
+    every_feature = torch.empty(len(images), features.shape[1])
+    every_logit = torch.empty(len(images), logits.shape[1])
+    every_feature[~chosen], every_feature[chosen] = _plain(features), _plain(source_features)
+    every_logit[~chosen], every_logit[chosen] = _plain(logits), _plain(source_logits)
+    versions = [source_version if of else version for of in of_source]
+    return _Passed(every_feature, every_logit, versions, version)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().cpu()
+
+
+def _check_request(images: object, cameras: Sequence[str], adapt: Sequence[bool]) -> None:
+    """Refuses requests without one camera and one `adapt` for each image."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
+    if images.dim() < 2 or not len(images):
+        raise ValueError(f"expected a batch of at least one image, but got shape {tuple(images.shape)}")
+    if not len(images) == len(cameras) == len(adapt):
+        raise ValueError(
+            "expected one camera and one `adapt` for each image, "
+            f"but got {len(images)} images, {len(cameras)} cameras, {len(adapt)} of `adapt`"
+        )
+    for name in set(cameras):
+        check_name(name)

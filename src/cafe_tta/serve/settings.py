@@ -1,223 +1,203 @@
-"""Settings of the server: from a TOML file, from the environment, from flags; later ones win."""
+"""Settings of the server. Each is declared once: the field is the flag, the TOML key, the variable and the check.
+
+A value comes from its default, a TOML file, the environment or a flag; the later of these wins.
+"""
 
 import os
-import re
 import tomllib
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
-
-from cafe_tta.serve.config import ServiceConfig
+from cafe_tta.methods.choice import MethodOptions
+from cafe_tta.models import ModelOptions
+from cafe_tta.options import combine, describe, did_you_mean, option
 
 PREFIX = "CAFE_TTA_SERVE_"
 MEBIBYTE = 2**20
 
-
-def _setting(panel: str, default: Any, text: str, **limits: Any) -> Any:
-    return Field(default, description=text, json_schema_extra={"panel": panel}, **limits)
-
-
-_MODEL, _METHOD, _NET = "The model", "Adapting", "The network"
-_QUEUE, _LIMITS, _LOG = "Batches and the queue (Triton's names)", "Limits", "Logging"
-_OF_SERVICE = {field: getattr(ServiceConfig(), field) for field in ServiceConfig.__dataclass_fields__}
+_MODEL, _ADAPTING, _JUDGE, _STATE = "Model", "Adapting", "Judging every step", "Keeping the adapted model"
+_NETWORK, _QUEUE = "The network", "Batches and the queue (Triton's names)"
+_LIMITS, _LOG = "Limits", "Logging"
 
 
-class Settings(BaseSettings):
-    """What `cafe-tta serve` can be told. A key of the TOML file, CAFE_TTA_SERVE_<NAME> and a flag for each."""
+@dataclass(frozen=True)
+class Settings(MethodOptions, ModelOptions):
+    """Settings of the service and of its HTTP server.
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+    >>> Settings(step_images=1)
+    Traceback (most recent call last):
+    ValueError: expected `step_images` to be at least 2, but got 1
+    """
 
-    model: str | None = _setting(
-        _MODEL, None, "As in the other commands; without it, the embedded digits model is served."
+    model: str | Path | None = option(  # type: ignore[assignment]
+        None,
+        "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made; by default "
+        "the embedded digits.",
+        panel=_MODEL,
+        metavar="MODEL",
     )
-    weights: str | None = _setting(_MODEL, None, "File of weights for the model.")
-    num_classes: int | None = _setting(_MODEL, None, "Number of classes.", ge=1)
-    pretrained: bool = _setting(_MODEL, False, "Download the library's weights.")
-    image_size: int | None = _setting(_MODEL, None, "Pixels that the model reads, in each direction.", ge=1)
-    mean: str | None = _setting(_MODEL, None, "Of the RGB values in 0..1: three numbers, r,g,b.")
-    std: str | None = _setting(_MODEL, None, "As mean.")
-    head: str | None = _setting(_MODEL, None, "Name of the linear layer that makes the logits; found by itself.")
-    device: str = _setting(_MODEL, "auto", "One of auto, cpu, cuda, mps.")
-    name: str | None = _setting(
-        _MODEL, None, "What clients call the model; else the name of its file, or digits.", pattern=r"^[\w.-]{1,100}$"
+    name: str | None = option(
+        None,
+        "Name of the model in the server's addresses. The name of its file or architecture if not given.",
+        panel=_MODEL,
+        pattern=(r"[\w.-]{1,100}", "letters, digits, and . _ -"),
     )
 
-    stats: Path | None = _setting(_METHOD, None, "The model's statistics, of `cafe-tta stats`.")
-    histograms: Path | None = _setting(_METHOD, None, "What `fr` needs.")
-    posterior: Path | None = _setting(_METHOD, None, "What `bacs` needs.")
-    method: str = _setting(_METHOD, "cafe", "See `cafe-tta methods`.")
-    preset: str | None = _setting(_METHOD, None, "A set of options by name.")
-    set: Annotated[list[str], NoDecode] = _setting(
-        _METHOD, [], "Options of the method, such as lr=0.01; the flag may be repeated."
+    adapt: bool = option(True, "Adapt the model; otherwise the source model answers, unchanged.", panel=_ADAPTING)
+    step_images: int = option(256, "Number of new images that an adaptation step takes.", panel=_ADAPTING, least=2)
+    buffer_images: int = option(
+        1024, "Number of images of all cameras together that the buffer keeps for the next steps.", panel=_ADAPTING
     )
-    adapt: bool = _setting(_METHOD, _OF_SERVICE["adapt"], "Adapt at all.")
-    step_images: int = _setting(_METHOD, _OF_SERVICE["step_images"], "Images that one step of adapting takes.")
-    buffer_images: int = _setting(_METHOD, _OF_SERVICE["buffer_images"], "Images that wait for it at most.")
-    per_camera: int | None = _setting(
-        _METHOD, _OF_SERVICE["per_camera"], "Images of one camera that wait at most; else an equal share."
+    per_camera: int | None = option(
+        # A quarter of a camera's images validates snapshots, which takes 16 images at least.
+        None,
+        "Number of images of one camera that the buffer keeps. An equal share of it if not given.",
+        panel=_ADAPTING,
+        least=64,
     )
-    max_cameras: int = _setting(_METHOD, _OF_SERVICE["max_cameras"], "Cameras that are remembered.")
-    held_images: int = _setting(
-        _METHOD, _OF_SERVICE["held_images"], "Images, never adapted to, that a step is judged on."
+    max_cameras: int = option(
+        1024, "Number of cameras to remember; the one that was silent longest is forgotten.", panel=_ADAPTING, least=1
     )
-    adapt_share: float = _setting(
-        _METHOD, _OF_SERVICE["adapt_share"], "Of the time that adapting may take while images keep coming."
+    adapt_share: float = option(
+        0.5, "Largest share of the time spent adapting while images keep coming.", panel=_ADAPTING, above=0, most=1
     )
-    guard: bool = _setting(_METHOD, _OF_SERVICE["guard"], "Judge every step, and take back what does harm.")
-    gate: bool = _setting(_METHOD, _OF_SERVICE["gate"], "No step while the images look like the source.")
-    gate_margin: float = _setting(
-        _METHOD, _OF_SERVICE["gate_margin"], "How far above source batches images still look like the source."
+    gate: bool = option(True, "Take no step while the images look like the source.", panel=_ADAPTING)
+    gate_margin: float = option(
+        1.5,
+        "Factor by which the alignment loss may exceed the largest one of source batches and still look like the "
+        "source.",
+        panel=_ADAPTING,
+        above=0,
     )
-    state: Path | None = _setting(_METHOD, _OF_SERVICE["state"], "Folder where the adapted state is kept.")
-    save_every: float = _setting(_METHOD, _OF_SERVICE["save_every"], "Seconds between two saved states.")
-    history: int = _setting(_METHOD, _OF_SERVICE["history"], "States that are kept to roll back to.")
-    history_megabytes: float = _setting(_METHOD, _OF_SERVICE["history_megabytes"], "Memory that they may take.")
-    seed: int = _setting(_METHOD, _OF_SERVICE["seed"], "Of the draws of images.", ge=0)
+    seed: int = option(0, "Seed of the random draws from the buffer.", panel=_ADAPTING, least=0)
 
-    host: str = _setting(_NET, "127.0.0.1", "Address to listen on. 0.0.0.0 is every network of this machine.")
-    port: int = _setting(_NET, 8080, "Port; 0 takes a free one.", ge=0, le=65535)
-    token: SecretStr | None = _setting(
-        _NET, None, "Bearer token that pause, resume, reset, rollback and save need. Better not as a flag."
+    judge: bool = option(
+        True,
+        "Judge every snapshot before and after it is published, and quarantine degenerate cameras.",
+        panel=_JUDGE,
+        aliases=("guard",),
     )
-    drain_seconds: float = _setting(
-        _NET, 5.0, "When stopped, how long waiting requests may still be answered.", ge=0, le=600
-    )
-
-    max_batch_size: int = _setting(
-        _QUEUE, 128, "Images that the model answers at once, and that one request may have.", ge=1, le=65536
-    )
-    max_queue_delay_microseconds: int = _setting(
-        _QUEUE, 1000, "How long an image waits for others to share its batch.", ge=0, le=60_000_000
-    )
-    max_queue_size: int = _setting(_QUEUE, 1024, "Images that wait at most; beyond, 429 with Retry-After.", ge=1)
-    default_timeout_microseconds: int = _setting(
-        _QUEUE, 30_000_000, "How long a request may wait in the queue.", ge=1000, le=3_600_000_000
-    )
-    allow_timeout_override: bool = _setting(_QUEUE, True, "Requests may ask for a shorter time-out.")
-    timeout_action: Literal["reject", "delay"] = _setting(
-        _QUEUE, "reject", "After the time-out: reject (504), or delay behind the others."
+    validation_images: int = option(
+        128,
+        "Number of validation images, never adapted to, that a snapshot is judged on.",
+        panel=_JUDGE,
+        least=16,
+        aliases=("held_images",),
     )
 
-    max_body_bytes: int = _setting(_LIMITS, 64 * MEBIBYTE, "Of a request, also after unpacking.", ge=1024)
-    max_json_bytes: int = _setting(_LIMITS, 16 * MEBIBYTE, "Of its JSON part.", ge=1024)
-    max_pending_bytes: int = _setting(_LIMITS, 512 * MEBIBYTE, "Of all requests at once; beyond, 429.", ge=1024)
-    max_image_pixels: int = _setting(_LIMITS, 25_000_000, "Of one image, checked before it is decoded.", ge=1)
-    body_timeout_seconds: float = _setting(_LIMITS, 20.0, "In which a request must have arrived; else 408.", gt=0)
-    decode_threads: int = _setting(_LIMITS, 2, "Threads that decode and prepare images.", ge=1, le=64)
+    state: Path | None = option(
+        None, "Folder to save the adapted model in. Nothing is saved if not given.", panel=_STATE
+    )
+    save_every: float = option(60.0, "Seconds between two saves of the adapted model.", panel=_STATE, above=0)
+    history: int = option(
+        16, "Number of snapshots to keep for rolling back, in memory and on disk.", panel=_STATE, least=1
+    )
+    history_megabytes: float = option(512.0, "Memory limit for kept snapshots, in MB.", panel=_STATE, above=0)
 
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(_LOG, "info", "What is worth a line.")
-    access_log: bool = _setting(_LOG, False, "A line for every request.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.", panel=_NETWORK)
+    port: int = option(8080, "Port to listen on; 0 takes a free one.", panel=_NETWORK, least=0, most=65535)
+    token: str | None = option(
+        None,
+        "Bearer token that the controls ask for. Prefer the environment or the file: flags are visible to other users.",
+        panel=_NETWORK,
+        pattern=(r"[!-~]{8,1000}", "a token of at least 8 printable characters without spaces"),
+        secret=True,
+    )
+    drain_seconds: float = option(
+        5.0, "Seconds to go on answering waiting requests when stopped.", panel=_NETWORK, least=0, most=600
+    )
 
-    @field_validator("set", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        """From the environment: `lr=0.01,steps=2`."""
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    max_batch_size: int = option(
+        128, "Largest number of images in a batch, and in one request.", panel=_QUEUE, least=1, most=65536
+    )
+    max_queue_delay_microseconds: int = option(
+        1000, "Longest wait of an image for others to share its batch.", panel=_QUEUE, least=0, most=60_000_000
+    )
+    max_queue_size: int = option(
+        1024, "Largest number of waiting images; further requests get 429 with Retry-After.", panel=_QUEUE, least=1
+    )
+    default_timeout_microseconds: int = option(
+        30_000_000, "Longest wait of a request in the queue.", panel=_QUEUE, least=1000, most=3_600_000_000
+    )
+    allow_timeout_override: bool = option(True, "Let requests ask for a shorter time-out.", panel=_QUEUE)
+    timeout_action: Literal["reject", "delay"] = option(
+        "reject", "What happens after the time-out: reject (504), or delay behind the others.", panel=_QUEUE
+    )
 
-    @field_validator("token")
-    @classmethod
-    def _check_token(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        text = value.get_secret_value() if value else None
-        if text is not None and not re.fullmatch(r"[!-~]{8,1000}", text):
-            raise ValueError("a token of at least 8 printable characters without spaces")
-        return value
+    max_body_bytes: int = option(
+        64 * MEBIBYTE, "Size limit of a request, before and after decompression.", panel=_LIMITS, least=1024
+    )
+    max_json_bytes: int = option(16 * MEBIBYTE, "Size limit of the JSON part of a request.", panel=_LIMITS, least=1024)
+    max_pending_bytes: int = option(
+        512 * MEBIBYTE, "Memory limit of all requests at once; beyond it, 429.", panel=_LIMITS, least=1024
+    )
+    max_image_pixels: int = option(
+        25_000_000, "Largest number of pixels of an image, checked before it is decoded.", panel=_LIMITS, least=1
+    )
+    body_timeout_seconds: float = option(
+        20.0, "Seconds in which a request must arrive; otherwise 408.", panel=_LIMITS, above=0
+    )
+    decode_threads: int = option(
+        2, "Number of threads that decode and preprocess images.", panel=_LIMITS, least=1, most=64
+    )
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "Settings":
-        if self.max_queue_size < self.max_batch_size:
-            raise ValueError(f"max_queue_size to be at least max_batch_size ({self.max_batch_size})")
-        if self.max_pending_bytes < self.max_body_bytes:
-            raise ValueError(f"max_pending_bytes to be at least max_body_bytes ({self.max_body_bytes})")
-        return self
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe messages to log.", panel=_LOG
+    )
+    access_log: bool = option(False, "Log a line for every request.", panel=_LOG)
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = self.step_images + self.validation_images
+        self._require_least("buffer_images", wanted, f"`step_images` + `validation_images` = {wanted}")
+        self._require_least("max_queue_size", self.max_batch_size, f"`max_batch_size` = {self.max_batch_size}")
+        self._require_least("max_pending_bytes", self.max_body_bytes, f"`max_body_bytes` = {self.max_body_bytes}")
 
-    def service_config(self, name: str) -> ServiceConfig:
-        """The settings that are the service's own."""
-        ours = {field: getattr(self, field) for field in _OF_SERVICE if field != "name"}
-        return ServiceConfig(name=name, **ours)
+    def _require_least(self, name: str, least: int, words: str) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(f"expected `{name}` to be at least {words}, but got {getattr(self, name)}")
 
 
-def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
-    """The settings that a file, the environment and flags (those that are not None) make together."""
-    flags = {name: value for name, value in flags.items() if value is not None}
-    from_file = {} if config is None else _read(config)
-    known = Settings.model_fields
-    for variable in os.environ:
-        if variable.upper().startswith(PREFIX) and variable[len(PREFIX) :].lower() not in known:
-            raise ValueError(_unknown(f"{variable} in the environment", variable[len(PREFIX) :].lower(), PREFIX))
-    in_environment = {name for name in known if os.environ.get(f"{PREFIX}{name.upper()}")}
-    # The environment is read by pydantic-settings, and must win over the file: what it names is left out of that.
-    from_file = {name: value for name, value in from_file.items() if name not in in_environment}
+def load_settings(flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings) -> Settings:
+    """The settings that a TOML file, the environment and flags (those that are not None) make together."""
+    known = [name for described in describe(kind) for name in described.names]
+    return combine(kind, _from_file(config, known), _from_environment(known), _from_flags(flags))
+
+
+Given = tuple[str, Any, str]  # name, value, and where it was given, in words
+
+
+def _from_file(config: Path | None, known: Sequence[str]) -> Iterator[Given]:
+    if config is None:
+        return
     try:
-        return Settings(**(from_file | flags))
-    except ValidationError as error:
-        places = {name: f"{config}" for name in from_file}
-        places |= {name: f"{PREFIX}{name.upper()}" for name in in_environment}
-        places |= {name: f"--{name.replace('_', '-')}" for name in flags}
-        raise ValueError("; ".join(_told(dict(found), places) for found in error.errors())) from None
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        found = tomllib.loads(config.read_text(encoding="utf-8"))
+        values = tomllib.loads(config.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is not a TOML file: {error}") from None
-    for name, value in found.items():
-        if name not in Settings.model_fields:
-            raise ValueError(_unknown(f"{name!r} in {config}", name))
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(_unknown(f"{name!r} in {config}", did_you_mean(name, known)))
         if isinstance(value, dict):
             raise ValueError(f"expected {name} in {config} to be a value, but got a table; see cafe-tta serve --help")
-    return found
+        yield name, value, str(config)
 
 
-def _unknown(what: str, name: str, prefix: str = "") -> str:
-    near = get_close_matches(name, list(Settings.model_fields), n=1)
-    shown = (prefix + near[0].upper() if prefix else near[0]) if near else ""
-    return f"no setting {what}{f'; did you mean {shown!r}?' if shown else ''}; see cafe-tta serve --help"
+def _from_environment(known: Sequence[str]) -> Iterator[Given]:
+    variables = {f"{PREFIX}{name.upper()}": name for name in known}
+    for variable, value in os.environ.items():
+        if not variable.upper().startswith(PREFIX):
+            continue
+        if variable.upper() not in variables:
+            raise ValueError(_unknown(f"{variable} in the environment", did_you_mean(variable.upper(), variables)))
+        if value:
+            yield variables[variable.upper()], value, variable
 
 
-_EXPECTED = {
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "path_type": "a path",
-    "list_type": "a list of texts",
-    "finite_number": "a finite number",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
-    "string_pattern_mismatch": "letters, digits, and . _ -",
-}
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[Given]:
+    return ((name, value, f"--{name.replace('_', '-')}") for name, value in flags.items() if value is not None)
 
 
-def _told(found: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    name = str(found["loc"][0]) if found["loc"] else ""
-    if found["type"] == "value_error":
-        expected = str(found["ctx"]["error"])
-        if not name:
-            return f"expected {expected}"
-    else:
-        words = _EXPECTED.get(found["type"], "")
-        expected = words.format(**found.get("ctx", {})) if words else f"otherwise ({found['msg']})"
-    got = "" if name == "token" else f", but got {found['input']!r}"
-    return f"expected {name} to be {expected}{got} ({places.get(name, 'default')})"
+def _unknown(what: str, hint: str) -> str:
+    return f"no setting {what}{hint}; see cafe-tta serve --help"

@@ -1,20 +1,101 @@
-"""Snapshots: kept in memory to roll back to, and on disk so that a killed server goes on where it was."""
+"""Snapshots of the adapted model: the published one that answers, the earlier ones in memory, and the saved ones."""
 
-import fcntl
+import copy
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cafe_tta import storage
+from cafe_tta.adapter import Adapter
+from cafe_tta.classifier import describe_difference
+from cafe_tta.locking import lock_file
+from cafe_tta.serve.settings import Settings
 
+SOURCE_VERSION = 0
+CHUNK = 16  # images in one background pass: an answer has to wait for no more than these
 KIND, FORMAT = "serve-snapshot", 1
 _NAME = re.compile(r"snapshot-(\d{8})\.safetensors")
+
+
+def for_answering(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of an adapter's state that answers depend on, without the optimiser's memory."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("classifier.", "adapter."))}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no value of a state is NaN or infinite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())
+
+
+# Models that answer
+
+
+class Replica:
+    """A copy of the adapter that only answers. Its weights change between two passes, never during one."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        source_state = adapter._source_state
+        adapter._source_state = {}  # constant: shared, not copied
+        try:
+            self._adapter = copy.deepcopy(adapter)
+        finally:
+            adapter._source_state = source_state
+        self._adapter._source_state = source_state
+        self._adapter.reset()
+        self._lock = threading.Lock()
+        self.version = SOURCE_VERSION
+
+    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the weights of a snapshot, once a running pass has ended."""
+        with self._lock:
+            self._adapter.set_state(copied(for_answering(tensors)))
+            self.version = version
+
+    def __call__(self, images: Tensor) -> tuple[int, Tensor, Tensor]:
+        """The version that answers, features (B, D) and logits (B, C)."""
+        with self._lock:  # the layers keep what they received during a pass: one at a time
+            features, logits = self._adapter.features_and_logits(images)
+            return self.version, features, logits
+
+    def in_chunks(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and logits, computed a few images at a time, so that answers can be given in between."""
+        parts = [self(part)[1:] for part in images.split(CHUNK)]
+        return torch.cat([features for features, _ in parts]), torch.cat([logits for _, logits in parts])
+
+
+class Published:
+    """The snapshot that answers, and a second copy to load the next one into. No reader ever gets a mixture."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._front, self._back = Replica(adapter), Replica(adapter)
+
+    @property
+    def version(self) -> int:
+        return self._front.version
+
+    @property
+    def front(self) -> Replica:
+        return self._front
+
+    def swap_in(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Loads the copy that nobody reads, and swaps the two: one assignment."""
+        self._back.load(version, tensors)
+        self._front, self._back = self._back, self._front
+
+
+# Snapshots in memory
 
 
 @dataclass(frozen=True)
@@ -61,13 +142,13 @@ class History:
     def forget(self, version: int) -> None:
         self._snapshots.pop(version, None)
 
-    def clear(self) -> None:
-        self._snapshots.clear()
+
+# Snapshots on disk
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file of the store holds."""
+    """The content of a file of the store."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -89,11 +170,9 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"cannot use {folder} as the folder of the state: {error}") from error
-        self._lock = open(folder / ".lock", "a")  # noqa: SIM115 - held until close
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_file(folder / ".lock", wait=False)
         except OSError as error:
-            self._lock.close()
             raise ValueError(f"{folder} is in use by another server; choose another folder for the state") from error
         for left_over in folder.glob(".snapshot-*.tmp"):
             left_over.unlink(missing_ok=True)
@@ -116,7 +195,7 @@ class Store:
         self._lock.close()
 
     def readable(self) -> Iterator[Saved]:
-        """The files that are whole, the newest first. Damaged ones are passed over, noted and left where they are."""
+        """The files that are whole, the newest first. Damaged ones are skipped, noted and left where they are."""
         for _, path in reversed(self._files()):
             try:
                 tensors, meta = storage.read(path, KIND, FORMAT)
@@ -128,8 +207,159 @@ class Store:
             yield Saved(path, tensors, meta)
 
     def _files(self) -> list[tuple[int, Path]]:
-        found = []
-        for name in os.listdir(self.folder):
-            if match := _NAME.fullmatch(name):
-                found.append((int(match[1]), self.folder / name))
-        return sorted(found)
+        matches = ((_NAME.fullmatch(name), self.folder / name) for name in os.listdir(self.folder))
+        return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored of an earlier run of the service."""
+
+    text: str = ""  # continues the sentence "started with …"
+    events: Sequence[dict[str, Any]] = ()
+    opted_out: Sequence[str] = ()
+    problems: list[str] = field(default_factory=list)
+
+
+# All of them together
+
+
+class Snapshots:
+    """The adapter, and its snapshots: published, in memory and on disk."""
+
+    def __init__(self, adapter: Adapter, settings: Settings) -> None:
+        adapter.reset()
+        self.adapter = adapter
+        self.source = Replica(adapter)
+        self.published = Published(adapter)
+        self.history = History(settings.history, int(settings.history_megabytes * 2**20))
+        self.highest = SOURCE_VERSION  # version that was given out
+        self.good = copied(adapter.state())  # of the published snapshot, with the optimiser's memory
+        # The best snapshot so far. Steps that are each a little worse than the one before add up; compared with this
+        # one they do not go unnoticed.
+        self.anchor = Replica(adapter)
+        self._store = None if settings.state is None else Store(Path(settings.state), settings.history)
+        self._save_every = settings.save_every
+        self._next_save = time.monotonic() + settings.save_every
+        self._saved: tuple[Any, ...] = ()  # version, highest version and opt-outs of the last file
+
+    def publish(self, version: int, alignment: float | None = None) -> None:
+        """Lets the adapter as it is now answer."""
+        self.good = copied(self.adapter.state())
+        self.published.swap_in(version, self.good)
+        self.highest = max(self.highest, version)
+        if version != SOURCE_VERSION:
+            self.history.add(Snapshot(version, time.time(), for_answering(self.good), alignment))
+
+    def restore_good(self) -> None:
+        """Sets the adapter back to what was published last."""
+        self.adapter.set_state(copied(self.good))
+
+    def back_to_source(self) -> None:
+        self.adapter.reset()
+        self.publish(SOURCE_VERSION)
+        self.anchor.load(SOURCE_VERSION, self.good)
+
+    def take(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Publishes a kept state, and goes on from it; one that does not fit is refused as a whole."""
+        self.adapter.check_state(tensors)
+        if not all_finite(tensors):
+            raise ValueError("the state holds values that are NaN or infinite")
+        self.adapter.set_state(copied(tensors))
+        self.publish(version)
+        self.anchor.load(version, self.good)
+
+    def roll_back(self, version: int | None) -> int:
+        """Publishes an earlier snapshot, from memory or from disk, and returns its version."""
+        now = self.published.version
+        if version is None:
+            if now == SOURCE_VERSION:
+                raise ValueError("cannot roll back: the source model answers already")
+            earlier = self.history.before(now)
+            version = earlier[0].version if earlier else SOURCE_VERSION
+        if version == now:
+            raise ValueError(f"cannot roll back to version {version}: it is the one that answers now")
+        if version == SOURCE_VERSION:
+            self.back_to_source()
+            return version
+        if snapshot := self.history.get(version):
+            self.take(version, snapshot.tensors)
+            return version
+        saved = None if self._store is None else self._store.find(version)
+        if saved is None:
+            known = ", ".join(str(snapshot.version) for snapshot in self.history) or "none"
+            raise ValueError(f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source")
+        self._require_ours(saved)
+        self.take(version, saved.tensors)
+        return version
+
+    # On disk
+
+    @property
+    def on_disk(self) -> bool:
+        return self._store is not None
+
+    def save_due(self) -> bool:
+        return self._store is not None and time.monotonic() >= self._next_save
+
+    def save(self, events: list[dict[str, Any]], opted_out: list[str]) -> Path | None:
+        """Writes the published state, unless the last file holds it already. None where nothing was written."""
+        self._next_save = time.monotonic() + self._save_every
+        now = (self.published.version, self.highest, opted_out)
+        if self._store is None or self._saved == now:
+            return None
+        meta = {
+            "version": self.published.version,
+            "highest": self.highest,
+            "adapter": self.adapter._state_meta(),
+            "events": events,
+            "opted_out": opted_out,
+            "snapshots": [snapshot.describe() for snapshot in self.history],
+        }
+        path = self._store.write(self.good, meta)
+        self._saved = now
+        return path
+
+    def restore(self) -> Restored:
+        """Publishes the newest state that is whole and fits. One of another classifier or method is an error."""
+        if self._store is None:
+            return Restored()
+        saved = next(filter(self._publish_saved, self._store.readable()), None)
+        problems = [f"{text}; an older state was used" for text in self._store.damaged]
+        if saved is None:
+            return Restored(problems=problems)
+        version = int(saved.meta["version"])
+        self.highest = max(self.highest, int(saved.meta["highest"]))
+        self._saved = (version, self.highest, list(saved.meta["opted_out"]))
+        text = f", from version {version} of {saved.path.name}"
+        if saved.meta["adapter"]["config"] != self.adapter._state_meta()["config"]:
+            text += ", which was adapted with other options"
+        return Restored(text, saved.meta["events"], saved.meta["opted_out"], problems)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _publish_saved(self, saved: Saved) -> bool:
+        """Publishes a saved state; False where it is whole but cannot be used."""
+        self._require_ours(saved)
+        version = int(saved.meta["version"])
+        if version == SOURCE_VERSION:
+            return True
+        try:
+            self.take(version, saved.tensors)
+        except ValueError as error:
+            assert self._store is not None
+            self._store.damaged.append(f"{saved.path}: {error}")
+            return False
+        return True
+
+    def _require_ours(self, saved: Saved) -> None:
+        theirs, ours = saved.meta["adapter"], self.adapter._state_meta()
+        other = f"{saved.path} cannot be used: it"
+        cure = "choose another folder for the state, or empty this one"
+        if theirs["method"] != ours["method"]:
+            raise ValueError(f"{other} is a state of {theirs['method']!r}, but this is {ours['method']!r}; {cure}")
+        if difference := describe_difference(theirs["classifier"], ours["classifier"]):
+            raise ValueError(f"{other} does not belong to this classifier: {difference}; {cure}")

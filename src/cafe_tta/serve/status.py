@@ -1,18 +1,17 @@
-"""What a person may want to know of the service, as plain JSON: see docs/serving.md for the fields."""
+"""The service's status as plain JSON (docs/serving.md explains the fields), and its series over time."""
 
-import math
-from collections import Counter
+import statistics
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cafe_tta.serve.cameras import Camera
-from cafe_tta.serve.yardstick import Yardstick
+from cafe_tta.serve.cameras import Camera, finite
 
 MOST_SHIFTED = 8  # feature groups that are shown
-POOL = 256  # images that the drift of the whole stream is computed from
+SERIES, REQUESTS = 300, 10_000  # how many points, and how many requests within a point, are kept
 
 
 def describe_cameras(cameras: Iterable[Camera], images: int, opted_out: set[str]) -> list[dict[str, Any]]:
@@ -41,22 +40,37 @@ def describe_classes(cameras: Iterable[Camera], names: Sequence[str] | None) -> 
     ]
 
 
-def describe_groups(yardstick: Yardstick, divergences: Tensor) -> list[dict[str, Any]]:
+def describe_groups(divergences: Tensor | None, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """The feature groups that are furthest from the source."""
+    if divergences is None:
+        return []
     worst = divergences.argsort(descending=True)[:MOST_SHIFTED].tolist()
-    return [
-        {"group": g, "dims": yardstick.sizes[g], "divergence": finite(float(divergences[g]))} for g in worst
-    ]  # fmt: skip
+    return [{"group": g, "dims": sizes[g], "divergence": finite(float(divergences[g]))} for g in worst]
 
 
-def pooled(parts: Sequence[Tensor]) -> Tensor | None:
-    """Features of all cameras, as many of each."""
-    if not parts:
-        return None
-    each = max(1, POOL // len(parts))
-    return torch.cat([part[-each:] for part in parts])[:POOL]
+class Series:
+    """Drift, throughput and latency over time. Not thread-safe: the service holds its lock."""
 
+    def __init__(self) -> None:
+        self.points: deque[dict[str, Any]] = deque(maxlen=SERIES)
+        self.seconds: deque[float] = deque(maxlen=REQUESTS)  # that requests took, since the last point
+        self.images = 0  # since the last point
+        self._since = time.monotonic()
 
-def finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    def point(self, drift: float | None, source_drift: float | None) -> None:
+        """Adds a point for the time since the last one."""
+        now = time.monotonic()
+        times = sorted(1000 * seconds for seconds in self.seconds)
+        self.points.append(
+            {
+                "time": time.time(),
+                "drift": finite(drift),
+                "source_drift": finite(source_drift),
+                "images_per_second": self.images / max(now - self._since, 1e-3),
+                "latency_p50_ms": statistics.median(times) if times else None,
+                "latency_p95_ms": times[min(len(times) - 1, int(0.95 * len(times)))] if times else None,
+            }
+        )
+        self.seconds.clear()
+        self.images = 0
+        self._since = now

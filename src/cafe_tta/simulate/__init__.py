@@ -1,1 +1,11 @@
-"""Cameras that play against a server: what they see, how they ask, what came of it. Knows the server by HTTP alone."""
+"""Simulated cameras that send labelled images to a server, and compare its answers with the unadapted model's.
+
+Knows the server by HTTP alone.
+"""
+
+from cafe_tta.simulate.client import Client
+from cafe_tta.simulate.scenarios import SCENARIOS, make_cameras
+from cafe_tta.simulate.simulation import Simulation, SimulationOptions
+from cafe_tta.simulate.summary import Summary
+
+__all__ = ["SCENARIOS", "Client", "Simulation", "SimulationOptions", "Summary", "make_cameras"]

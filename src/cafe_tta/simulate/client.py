@@ -13,7 +13,7 @@ import numpy as np
 LOST_AFTER = 60.0  # seconds of trying after which a request counts as lost
 LONGEST_PAUSE = 5.0
 BUSY = (502, 503, 504)  # the server is starting or stopping, or a proxy before it has lost it
-Wait = Callable[[float], object]  # waits so many seconds; something true means: stop
+Wait = Callable[[float], object]  # waits for a number of seconds; a true result means: stop
 
 
 class RequestLost(RuntimeError):
@@ -21,7 +21,7 @@ class RequestLost(RuntimeError):
 
 
 class Stopped(RuntimeError):
-    """The simulation was stopped while a request waited for its next try."""
+    """The simulation was stopped while a request waited for its next attempt."""
 
 
 class Away(RuntimeError):
@@ -30,22 +30,22 @@ class Away(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The classes of some images, and how they were had."""
+    """The classes of some images, and what it took to get them."""
 
     labels: np.ndarray
-    seconds: float  # of the try that was answered
+    seconds: float  # of the attempt that was answered
     version: int | None  # of the model that answered
-    busy: int  # times that the server said it was busy (429), or was away for a moment
+    busy: int  # times that the server was busy (429) or not ready
     broken: int  # times that the connection broke
 
 
 class Client:
-    """Asks one server. Not for several threads."""
+    """A connection to one server, for one thread."""
 
     def __init__(self, url: str, token: str | None = None, *, wait: Wait = time.sleep, timeout: float = 30.0) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"expected --url to be like http://127.0.0.1:8080, but got {url!r}")
+            raise ValueError(f"expected `url` to be like http://127.0.0.1:8080, but got {url!r}")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._prefix = parts.path.rstrip("/")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -57,7 +57,7 @@ class Client:
         self._connection.close()
 
     def until_ready(self, seconds: float, note: Callable[[str], None] = lambda _: None) -> None:
-        """Waits until the server can answer images; so long at most."""
+        """Waits until the server can answer images, for a limited time."""
         last = time.monotonic() + seconds
         noted = False
         while True:
@@ -68,20 +68,20 @@ class Client:
                 if time.monotonic() > last:
                     raise
                 if not noted:
-                    note(f"waiting for it: {error}")
+                    note(f"waiting for the server: {error}")
                 noted = True
             if self._wait(0.25):
                 raise Stopped
 
     def get(self, path: str) -> Any:
-        """JSON of an address of the server."""
+        """The JSON at an address of the server."""
         try:
             return json.loads(self.request(path))
         except ValueError:
             raise RuntimeError(f"{self.url}{path} did not answer with JSON; is this a server of cafe-tta?") from None
 
     def request(self, path: str) -> bytes:
-        """What is at an address of the server."""
+        """The content of an address of the server."""
         try:
             self._connection.request("GET", self._prefix + path, headers=self._headers)
             response = self._connection.getresponse()
@@ -97,7 +97,7 @@ class Client:
         return body
 
     def classify(self, model: str, images: np.ndarray, camera: str) -> Answer:
-        """Classes of uint8 images (n, H, W, 3). Tries again while the server is busy or away; raises `RequestLost`."""
+        """Classes of uint8 images (n, H, W, 3). Retries while the server is busy or away; raises `RequestLost`."""
         header, body = request(images, camera)
         headers = {
             **self._headers,
@@ -129,7 +129,7 @@ class Client:
                 pause = _seconds(response.getheader("Retry-After"))
             pause = min(pause, LONGEST_PAUSE)
             if time.monotonic() + pause - first > LOST_AFTER:
-                raise RequestLost(f"given up after {LOST_AFTER:.0f} s; the last try: {why}")
+                raise RequestLost(f"given up after {LOST_AFTER:.0f} s; the last attempt: {why}")
             if self._wait(pause):
                 raise Stopped
 
@@ -153,14 +153,14 @@ def read(body: bytes, header_length: str | None) -> tuple[np.ndarray, int | None
     try:
         length = len(body) if header_length is None else int(header_length)
         header = json.loads(body[:length])
-        place = length
+        offset = length
         for output in header["outputs"]:
             size = output.get("parameters", {}).get("binary_data_size")
             if output["name"] == "label":
-                values = output["data"] if size is None else np.frombuffer(body[place : place + size], "<i8")
+                values = output["data"] if size is None else np.frombuffer(body[offset : offset + size], "<i8")
                 version = header.get("parameters", {}).get("model_version")
                 return np.asarray(values, np.int64).reshape(-1), None if version is None else int(version)
-            place += size or 0
+            offset += size or 0
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestLost(f"the answer cannot be read: {error}") from error
     raise RequestLost("the answer has no output called `label`")
@@ -176,5 +176,5 @@ def _reason(body: bytes) -> str:
 def _seconds(retry_after: str | None) -> float:
     try:
         return max(0.01, float(retry_after or 0.2))
-    except ValueError:  # a date: nobody's clock is to be trusted
+    except ValueError:  # a date: clocks may differ
         return 1.0

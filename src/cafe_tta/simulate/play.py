@@ -1,4 +1,4 @@
-"""The play: cameras in several processes, each at its own moments, and what came of every request."""
+"""Plays the cameras: in several processes, each camera at its own times, with a record of every request."""
 
 import multiprocessing
 import queue
@@ -10,36 +10,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cafe_tta.simulate.album import Album
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
-from cafe_tta.simulate.stories import Camera, shots
+from cafe_tta.simulate.images import Images
+from cafe_tta.simulate.scenarios import Camera, shots
 
 START_WITHIN = 300.0  # seconds that processes have to load; a busy machine is slow
 
 
 @dataclass(frozen=True)
-class Play:
+class Plan:
     """What all cameras have in common."""
 
     url: str
     model: str
     token: str | None
-    album: Path
+    images: Path  # folder of the prepared images
     duration: float  # seconds
-    period: float  # seconds of one round of a story
+    period: float  # seconds of one round of a scenario
     images_per_request: int
-    patient: bool = True  # waits for its moments; else every camera sends as fast as it is answered
+    keeps_time: bool = True  # sends at its own times; else every camera sends as fast as it is answered
 
 
 @dataclass(frozen=True)
 class Record:
-    """What came of one request."""
+    """The outcome of one request."""
 
     camera: int
     time: float  # when it was due, in seconds since the beginning
     images: int
-    source: int  # images that the unadapted model names right
-    served: int  # images that the server named right
+    source: int  # images that the unadapted model classifies correctly
+    served: int  # images that the server classified correctly
     seconds: float  # latency
     busy: int = 0
     broken: int = 0
@@ -48,22 +48,22 @@ class Record:
 
 
 def play(
-    play: Play,
+    plan: Plan,
     cameras: Sequence[Camera],
     processes: int,
     stopped: Callable[[], bool] = lambda: False,
     begun: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
-    """Plays all cameras and gives a record for every request as it is answered. Ends when all have ended.
+    """Plays all cameras, and yields a record of every request as it is answered, until all have ended.
 
-    `begun` is called when all processes are there and the clock starts; `stopped` is asked whether to end early.
+    `begun` is called when all processes are ready and the clock starts; `stopped` says whether to end early.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     results: Any = context.Queue()
     begin, stop = context.Event(), context.Event()
     processes = min(processes, len(cameras))
     parts = [[(n, c) for n, c in enumerate(cameras) if n % processes == rank] for rank in range(processes)]
-    workers = [context.Process(target=_work, args=(play, part, results, begin, stop), daemon=True) for part in parts]
+    workers = [context.Process(target=_work, args=(plan, part, results, begin, stop), daemon=True) for part in parts]
     try:
         for worker in workers:
             worker.start()
@@ -94,39 +94,39 @@ def _collect(
             stop.set()
             begin.set()
         try:
-            found = results.get(timeout=0.2)
+            message = results.get(timeout=0.2)
         except queue.Empty:
             dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
             if stop.is_set() and all(worker.exitcode is not None for worker in workers):
-                return  # a signal to the whole group ended them before they could say so
+                return  # a signal to the whole group ended them before they could report it
             if dead and not stop.is_set():
                 raise RuntimeError(f"a process of the simulation ended by itself, with code {dead[0]}") from None
             if loading and time.monotonic() > deadline:
                 raise RuntimeError(f"the processes did not start within {START_WITHIN:.0f} s") from None
             continue
-        if found == "ready":
+        if message == "ready":
             loading -= 1
             if not loading:
                 begun()
                 begin.set()  # all clocks start together
-        elif found == "end":
+        elif message == "end":
             playing -= 1
-        elif isinstance(found, str):
-            raise RuntimeError(found)
+        elif isinstance(message, str):
+            raise RuntimeError(message)
         else:
-            yield from found
+            yield from message
 
 
-def _work(play: Play, cameras: list[tuple[int, Camera]], results: Any, begin: Any, stop: Any) -> None:
+def _work(plan: Plan, cameras: list[tuple[int, Camera]], results: Any, begin: Any, stop: Any) -> None:
     """One process: a thread for each of its cameras, which mostly wait."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which sets `stop`
     try:
-        album = Album(play.album)
+        images = Images(plan.images)
         results.put("ready")
         begin.wait()
         start = time.monotonic()
         outbox = _Outbox(results)
-        threads = [threading.Thread(target=_camera, args=(play, n, c, album, start, stop, outbox)) for n, c in cameras]
+        threads = [threading.Thread(target=_camera, args=(plan, n, c, images, start, stop, outbox)) for n, c in cameras]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -138,7 +138,7 @@ def _work(play: Play, cameras: list[tuple[int, Camera]], results: Any, begin: An
 
 
 class _Outbox:
-    """Records in handfuls: a message for each would cost as much as the request."""
+    """Sends records in groups: a message for each would cost as much as the request."""
 
     def __init__(self, results: Any) -> None:
         self._results, self._lock = results, threading.Lock()
@@ -159,23 +159,23 @@ class _Outbox:
             self._waiting, self._sent = [], time.monotonic()
 
 
-def _camera(play: Play, number: int, camera: Camera, album: Album, start: float, stop: Any, outbox: _Outbox) -> None:
-    client = Client(play.url, play.token, wait=stop.wait)
+def _camera(plan: Plan, number: int, camera: Camera, images: Images, start: float, stop: Any, outbox: _Outbox) -> None:
+    client = Client(plan.url, plan.token, wait=stop.wait)
     for shot in shots(
         camera,
-        duration=play.duration,
-        period=play.period,
-        pool=len(album),
-        images_per_request=play.images_per_request,
+        duration=plan.duration,
+        period=plan.period,
+        pool=len(images),
+        images_per_request=plan.images_per_request,
     ):
         wait = start + shot.time - time.monotonic()
-        if stop.wait(wait if play.patient and wait > 0 else 0):
+        if stop.wait(wait if plan.keeps_time and wait > 0 else 0):
             break
-        labels = album.labels[shot.images]
-        right = int((album.source[shot.condition][shot.images] == labels).sum())
+        labels = images.labels[shot.images]
+        right = int((images.source[shot.domain][shot.images] == labels).sum())
         asked = Record(number, shot.time, len(labels), right, served=0, seconds=0.0)
         try:
-            answer = client.classify(play.model, album.images(shot.condition, shot.images), camera.name)
+            answer = client.classify(plan.model, images.take(shot.domain, shot.images), camera.name)
         except Stopped:
             break
         except RequestLost as error:

@@ -1,19 +1,19 @@
-"""What came of a simulation: accuracy against the source model, by camera and over time; latency; what was lost."""
+"""The summary of a simulation: accuracy beside the source model's, by camera and over time; latency; lost requests."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cafe_tta.simulate.play import Record
-from cafe_tta.simulate.stories import Camera
+from cafe_tta.simulate.scenarios import Camera
 
 
 @dataclass
 class Tally:
-    """Counts of answered images. Lost requests do not enter: neither model is judged by them."""
+    """Counts of answered images. Lost requests do not count for either model."""
 
     images: int = 0
     source: int = 0
@@ -39,7 +39,7 @@ class Tally:
         return 100 * (self.served - self.source) / self.images if self.images else None
 
     def percentile(self, share: float) -> float | None:
-        """Milliseconds within which so many in 100 requests were answered."""
+        """The latency in milliseconds within which `share` % of the requests were answered."""
         return float(np.percentile(self.seconds, share)) * 1000 if self.seconds else None
 
     def numbers(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Tally:
 
 
 class Summary:
-    """Grows with every record."""
+    """Tallies of all records: overall, by camera, and by block of time."""
 
     def __init__(self, cameras: Sequence[Camera], duration: float, blocks: int) -> None:
         self.cameras, self.duration = list(cameras), duration
@@ -67,7 +67,7 @@ class Summary:
         self.versions: set[int] = set()
 
     def add(self, record: Record) -> int:
-        """Takes a record; gives the number of its block of time."""
+        """Adds a record, and returns the index of its block of time."""
         block = min(int(record.time / self.duration * len(self.blocks)), len(self.blocks) - 1)
         if record.lost:
             self.lost[record.lost] += 1
@@ -82,13 +82,21 @@ class Summary:
         return block
 
     def span(self, block: int) -> tuple[float, float]:
-        """From when to when, in seconds."""
+        """The beginning and the end of a block, in seconds."""
         return self.duration * block / len(self.blocks), self.duration * (block + 1) / len(self.blocks)
+
+    def is_over(self, block: int) -> bool:
+        """Whether every camera that has sent anything has sent something later; a few late answers may still come."""
+        return any(tally.images for tally in self.by_block_and_camera[block + 1]) and all(
+            any(later[n].images for later in self.by_block_and_camera[block + 1 :])
+            for n, tally in enumerate(self.by_camera)
+            if tally.images
+        )
 
     def numbers(self, wall_seconds: float) -> dict[str, Any]:
         """All of it, for a JSON file."""
         cameras = [
-            {"camera": c.name, "story": c.story.tale, "rate": c.rate, **tally.numbers()}
+            {"camera": c.name, "story": c.scenario.text, "rate": c.rate, **tally.numbers()}
             for c, tally in zip(self.cameras, self.by_camera, strict=True)
         ]
         blocks = [
@@ -105,8 +113,3 @@ class Summary:
             "broken_connections": self.broken,
             "versions": [min(self.versions), max(self.versions)] if self.versions else None,
         }
-
-
-def settings(cameras: Sequence[Camera], **others: Any) -> dict[str, Any]:
-    """What decided the images that were sent, for the JSON file."""
-    return {"cameras": [asdict(camera) for camera in cameras], **others}

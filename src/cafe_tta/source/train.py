@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,10 +167,9 @@ def augmented(images: Tensor, kind: Augmentation) -> Tensor:
         return images
     size, channels, height, width = images.shape
     device = images.device
-    rows = torch.arange(height, device=device) + torch.randint(
-        -PADDING, PADDING + 1, (size, 1), device=device
-    )  # (B, H)
-    cols = torch.arange(width, device=device) + torch.randint(-PADDING, PADDING + 1, (size, 1), device=device)  # (B, W)
+    shifts = partial(torch.randint, -PADDING, PADDING + 1, (size, 1), device=device)
+    rows = torch.arange(height, device=device) + shifts()  # (B, H)
+    cols = torch.arange(width, device=device) + shifts()  # (B, W)
     if kind == "crop-flip":
         cols = torch.where(torch.rand(size, 1, device=device) < 0.5, cols.flip(1), cols)
     rows, cols = rows.clamp(0, height - 1), cols.clamp(0, width - 1)

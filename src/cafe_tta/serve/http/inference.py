@@ -1,4 +1,4 @@
-"""From a request to its answer: reading, decoding, waiting for a batch, writing. And whether that works at all."""
+"""From an inference request to its answer: reading, decoding, waiting for a batch, writing; and readiness."""
 
 import asyncio
 import logging
@@ -12,35 +12,31 @@ from fastapi import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from cafe_tta.serve import guarding
-from cafe_tta.serve.batcher import Batcher, Work
-from cafe_tta.serve.body import Lease, PendingBytes, pack, read_body
-from cafe_tta.serve.errors import ServeError
-from cafe_tta.serve.metrics import Metrics
-from cafe_tta.serve.pictures import prepare
-from cafe_tta.serve.protocol import VERSION, InferRequest, Result, Signature, parse
-from cafe_tta.serve.replies import reply
+from cafe_tta.serve.http.batcher import Batcher, Work
+from cafe_tta.serve.http.body import Lease, PendingBytes, pack, read_body
+from cafe_tta.serve.http.metrics import Metrics
+from cafe_tta.serve.http.middleware import ServeError, check_site
+from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply
 from cafe_tta.serve.service import Service
-from cafe_tta.serve.settings import Settings
 
 log = logging.getLogger(__name__)
 
-QUICK = 64 * 1024  # bytes that may be parsed, or pixels prepared, on the event loop
-QUICK_NUMBERS = 4096  # that may be written there
+QUICK = 64 * 1024  # bytes that may be parsed, or pixels preprocessed, on the event loop
+QUICK_NUMBERS = 4096  # numbers that may be written there
 
 
 class Inference:
     """Answers inference requests. Lives on one event loop, once it is open."""
 
-    def __init__(self, service: Service, signature: Signature, settings: Settings) -> None:
-        self.service, self.signature, self.settings = service, signature, settings
-        self.batcher: Batcher | None = None  # born on the event loop
+    def __init__(self, service: Service, signature: Signature) -> None:
+        self.service, self.signature, self.settings = service, signature, service.settings
+        self.batcher: Batcher | None = None  # made on the event loop
         self.warm = False  # the model has answered an image
         self.stopping = asyncio.Event()
         self.metrics = Metrics(service.status, lambda: 0 if self.batcher is None else self.batcher.images)
-        self.pending = PendingBytes(settings.max_pending_bytes)
-        self._active = 0  # requests that were begun and not answered
-        self._decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+        self.pending = PendingBytes(self.settings.max_pending_bytes)
+        self._active = 0  # requests that have begun and are not answered yet
+        self._decoders = ThreadPoolExecutor(self.settings.decode_threads, thread_name_prefix="decode")
         self._probing: asyncio.Future[bool] | None = None
 
     def open(self) -> None:
@@ -50,19 +46,19 @@ class Inference:
             max_queue_delay=self.settings.max_queue_delay_microseconds / 1e6,
             max_queue_size=self.settings.max_queue_size,
             timeout_action=self.settings.timeout_action,
-            watch=self.metrics.batch,
+            watch=self._note_batch,
         )
         self._probing = asyncio.ensure_future(self._probe())
 
     async def drain(self) -> None:
-        """Answers what was let in, as long as that may take; then refuses the rest."""
+        """Answers the admitted requests, within `drain_seconds`; then refuses the rest."""
         if self.stopping.is_set():
             return
         self.stopping.set()
         if self.batcher is not None:
             self.batcher.hurry()
             end = time.monotonic() + self.settings.drain_seconds
-            while self._active and time.monotonic() < end:  # those that are still sending are let in too
+            while self._active and time.monotonic() < end:  # those that are still sending are admitted too
                 await asyncio.sleep(0.01)
             await self.batcher.close()
         self._decoders.shutdown(wait=False, cancel_futures=True)
@@ -82,7 +78,9 @@ class Inference:
         finally:
             self._active -= 1
             seconds = time.monotonic() - started
-            self.metrics.answered(code, seconds, images)
+            self.metrics.requests.labels(str(code)).inc()
+            self.metrics.request_seconds.observe(seconds)
+            self.metrics.images.inc(images)
             if images:
                 self.service.observe(images, seconds)
 
@@ -92,7 +90,7 @@ class Inference:
         settings, batcher = self.settings, self.batcher
 
         def admit() -> None:
-            guarding.check_site(request, settings.token)
+            check_site(request, settings.token)
             self.require_model(name, version)
             if not self.warm or batcher is None:
                 raise ServeError(503, "the model is not ready yet", retry_after=1)
@@ -110,7 +108,7 @@ class Inference:
         timeout = settings.default_timeout_microseconds / 1e6
         if parsed.timeout is not None and settings.allow_timeout_override:
             timeout = min(timeout, parsed.timeout)
-        with batcher.place(parsed.count):
+        with batcher.reserve(parsed.count):
             lease.grow_to(len(body) + parsed.count * self.signature.image_bytes)
 
             def make() -> Tensor:
@@ -125,7 +123,7 @@ class Inference:
         return await self._decode(lambda: self._write(parsed, result, accepted)), parsed.count
 
     def _is_quick(self, request: InferRequest) -> bool:
-        """Whether its images are prepared in less time than a change of threads takes."""
+        """Whether its images are preprocessed in less time than a change of threads takes."""
         pixels, side = request.pixels, self.signature.preprocessing.size
         return pixels is not None and pixels.size <= QUICK and (side, side) in (pixels.shape[1:3], pixels.shape[2:])
 
@@ -142,14 +140,13 @@ class Inference:
         return Response(content, media_type=media, headers=headers)
 
     def _answer(self, batch: Sequence[Work]) -> list[Result]:
-        """In the model's thread: a batch through the service, and to each request its own part."""
+        """Runs in the model's thread: passes a batch to the service, and gives each request its own part."""
         images = batch[0].images if len(batch) == 1 else torch.cat([work.images for work in batch])
         images = images.to(self.signature.device)
         cameras = [work.camera for work in batch for _ in range(len(work))]
         answers = self.service.answer(images, cameras, [work.adapt for work in batch for _ in range(len(work))])
         if len(answers.logits) != len(images) or not torch.isfinite(answers.logits).all():
             raise ValueError("the model's answer to these images is not finite; are they preprocessed as it needs?")
-        probability, label = answers.logits.softmax(1).max(1)
         results, start = [], 0
         for work in batch:
             part = slice(start, start + len(work))
@@ -157,8 +154,8 @@ class Inference:
             results.append(
                 Result(
                     answers.logits[part].numpy(),
-                    label[part].numpy(),
-                    probability[part].numpy(),
+                    answers.labels[part].numpy(),
+                    answers.probabilities[part].numpy(),
                     answers.versions[part][0],
                     answers.drift[part][-1],
                     any(answers.adapted[part]),
@@ -166,7 +163,12 @@ class Inference:
             )
         return results
 
-    # Whether it works
+    def _note_batch(self, images: int, waited: float, took: float) -> None:
+        self.metrics.batch_images.observe(images)
+        self.metrics.queue_seconds.observe(waited)
+        self.metrics.batch_seconds.observe(took)
+
+    # Readiness
 
     def require_model(self, name: str, version: str) -> None:
         if name != self.signature.name:

@@ -1,4 +1,4 @@
-"""The guard: refuses what got worse, steps back, and keeps one bad camera from harming the others."""
+"""The judge: refuses what got worse, steps back, and keeps one bad camera from harming the others."""
 
 import math
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import cafe_tta as cafe
+from cafe_tta.serve import Service, Settings
 from cafe_tta.serve.buffer import Item
-from cafe_tta.serve.cameras import Camera
-from cafe_tta.serve.guard import Figures, Guard, panels
-from cafe_tta.serve.screen import screen
-from cafe_tta.serve.service import Service, ServiceConfig
-from cafe_tta.serve.yardstick import Yardstick
+from cafe_tta.serve.cameras import Camera, screen
+from cafe_tta.serve.judge import Figures, Judge, panels
+from cafe_tta.source import Reference
 
 WAIT = 60.0
 
@@ -27,8 +26,8 @@ def serve(source):
 
     def make(method="cafe", stats=True, options=None, **config):
         adapter = cafe.create(method, source.classifier, source.needs[cafe.METHODS[method].needs], **(options or {}))
-        plain = {"step_images": 32, "buffer_images": 512, "held_images": 64, "adapt_share": 1.0}
-        service = Service(adapter, ServiceConfig(**(plain | config)), source.needs["stats"] if stats else None)
+        plain = {"step_images": 32, "buffer_images": 512, "validation_images": 64, "adapt_share": 1.0}
+        service = Service(adapter, Settings(**(plain | config)), source.needs["stats"] if stats else None)
         made.append(service)
         service.start()
         return service
@@ -61,31 +60,31 @@ def test_frechet_distance_is_the_sum_over_the_groups(source):
     for dims, cov in zip(stats.groups, stats.covs, strict=True):
         part = features[:, dims].double()
         expected += cafe.metrics.frechet_distance(part.mean(0), part.T.cov(correction=0), stats.mean[dims], cov)
-    assert Yardstick(stats, 1.5).frechet(features) == pytest.approx(expected, rel=1e-6)
+    assert Reference(stats, margin=1.5).frechet(features) == pytest.approx(expected, rel=1e-6)
 
 
 def test_alignment_and_drift_agree_with_the_gate(source):
     stats = source.needs["stats"]
     with torch.no_grad():
         features = source.classifier.backbone(source.images[:32])
-    yardstick = Yardstick(stats, 2.0)
-    assert yardstick.alignment(features) == pytest.approx(
+    reference = Reference(stats, margin=2.0)
+    assert reference.alignment(features) == pytest.approx(
         cafe.losses.alignment(features, stats, samples_per_dim=2.0).item(), rel=1e-5
     )
     threshold = 2.0 * stats.meta["alignment"]["largest"]["32"]
-    assert yardstick.drift_of(features) == pytest.approx(yardstick.alignment(features) / threshold)
-    assert yardstick.drift_of(features[:15]) is None
+    assert reference.drift(features) == pytest.approx(reference.alignment(features) / threshold)
+    assert reference.drift(features[:15]) is None
 
 
 def test_panels_hold_each_camera_together():
     items = [Item(f"c{i % 5}", f"c{i % 5}", torch.zeros(1), i) for i in range(100)]
     items += [Item(f"small{i}", f"small{i}", torch.zeros(1), i) for i in range(40)]
     found = panels(items)
-    assert sorted(place for panel in found for place in panel) == list(range(140))
+    assert sorted(index for panel in found for index in panel) == list(range(140))
     assert [len(panel) for panel in found] == [20] * 5 + [8] * 5
     four = [Item(f"c{i % 4}", f"c{i % 4}", torch.zeros(1), i) for i in range(60)]  # 15 of each camera
     assert all({four[i].camera for i in panel} == {f"c{n}"} for n, panel in enumerate(panels(four)))
-    assert all(len({items[place].camera for place in panel}) == 1 for panel in found[:5])
+    assert all(len({items[index].camera for index in panel}) == 1 for panel in found[:5])
     assert len(panels(items[:3])) == 1  # too few for more
     assert panels([]) == []
 
@@ -95,26 +94,26 @@ def figures(alignment=(1.0,) * 5, frechet=(1.0,) * 5, entropy=(0.2,) * 5, classe
 
 
 def test_the_median_over_the_panels_decides():
-    guard = Guard(None, num_classes=4)
-    assert guard.worse(figures(), figures(), "it") == ""
-    assert guard.worse(figures(alignment=(1, 1, 1, 100, 100)), figures(), "it") == ""
-    assert guard.worse(figures(alignment=(0.01, 0.01, 1.2, 1.2, 1.2)), figures(), "it") == (
+    judge = Judge(None, num_classes=4)
+    assert judge.worse(figures(), figures(), "it") == ""
+    assert judge.worse(figures(alignment=(1, 1, 1, 100, 100)), figures(), "it") == ""
+    assert judge.worse(figures(alignment=(0.01, 0.01, 1.2, 1.2, 1.2)), figures(), "it") == (
         "its alignment loss is 1.20 times that of it (1.2)"
     )
-    assert "Fréchet" in guard.worse(figures(frechet=(2,) * 5), figures(), "it")
-    assert "collapse" in guard.worse(figures(classes=1.5), figures(), "it")
-    assert "guesses" in guard.worse(figures(entropy=(1.2,) * 5), figures(), "it")
-    assert "NaN" in guard.worse(figures(finite=False), figures(), "it")
-    assert guard.worse(figures(), figures(finite=False), "it") == ""
+    assert "Fréchet" in judge.worse(figures(frechet=(2,) * 5), figures(), "it")
+    assert "collapse" in judge.worse(figures(classes=1.5), figures(), "it")
+    assert "guesses" in judge.worse(figures(entropy=(1.2,) * 5), figures(), "it")
+    assert "NaN" in judge.worse(figures(finite=False), figures(), "it")
+    assert judge.worse(figures(), figures(finite=False), "it") == ""
 
 
 def test_collapse_is_measured_as_the_effective_number_of_classes(source):
-    guard = Guard(None, num_classes=4)
+    judge = Judge(None, num_classes=4)
     even = 9 * torch.eye(4).repeat(8, 1)
-    found = guard.measure(torch.zeros(32, 12), even, [list(range(32))])
+    found = judge.measure(torch.zeros(32, 12), even, [list(range(32))])
     assert found.classes == pytest.approx(4.0) and found.alignment == ()
-    assert guard.measure(torch.zeros(32, 12), even[:1].repeat(32, 1), [list(range(32))]).classes == pytest.approx(1.0)
-    assert not guard.measure(torch.zeros(32, 12), even * math.nan, [list(range(32))]).finite
+    assert judge.measure(torch.zeros(32, 12), even[:1].repeat(32, 1), [list(range(32))]).classes == pytest.approx(1.0)
+    assert not judge.measure(torch.zeros(32, 12), even * math.nan, [list(range(32))]).finite
 
 
 # Images and cameras that are not worth adapting to
@@ -149,7 +148,7 @@ def test_a_degenerate_camera_is_quarantined_and_still_answered(source, serve, ki
     for ours, theirs in zip(good.split(16), images.split(16), strict=True):
         send(service, "good", ours)
         taken += send(service, "bad", theirs)
-    service._watch.assess()
+    service._cameras.assess()
     assert reason in camera_of(service, "bad")["quarantined"] and camera_of(service, "good")["quarantined"] is None
     assert not any(send(service, "bad", images[:16]))
     assert "bad" not in service._buffer.sizes()
@@ -159,15 +158,15 @@ def test_a_degenerate_camera_is_quarantined_and_still_answered(source, serve, ki
     # It is let in again when it has come to its senses.
     for part in weather(160, seed=7).split(16):
         send(service, "bad", part)
-    service._watch.assess()
+    service._cameras.assess()
     assert camera_of(service, "bad")["quarantined"] is None
 
 
-def test_one_class_for_ever_is_quarantined():
+def test_a_single_class_is_quarantined():
     camera = Camera("belt")
     for _ in range(128):
         camera.predictions.append((3, 0.99))
-    assert camera.suspicion(None) == "it shows one class for ever"
+    assert camera.suspicion(None) == "it shows one class only"
     camera.predictions.extend([(3, 0.5)] * 64)  # not sure of it: perhaps only bad weather
     assert camera.suspicion(None) == ""
     camera.predictions.extend([(n % 4, 0.99) for n in range(128)])
@@ -191,8 +190,8 @@ def test_a_harmful_step_is_refused_and_leaves_no_trace(source, serve):
         assert torch.equal(tensor, before[name]), name
 
 
-def test_without_the_guard_the_same_step_is_published(serve):
-    service = serve(options={"lr": 50.0}, gate=False, guard=False)
+def test_without_the_judge_the_same_step_is_published(serve):
+    service = serve(options={"lr": 50.0}, gate=False, judge=False)
     send(service, "a", weather(96))
     assert service.status()["version"] >= 1
 
@@ -206,11 +205,11 @@ def test_after_refusals_the_service_waits_for_more_images(serve):
 
 def publish(service, scale):
     """A snapshot that passed every check, and is bad all the same: its first weights are scaled."""
-    adaptation = service._adaptation
-    state = {name: tensor.clone() for name, tensor in adaptation.adapter.state().items()}
+    snapshots = service._snapshots
+    state = {name: tensor.clone() for name, tensor in snapshots.adapter.state().items()}
     name = next(name for name in state if name.startswith("classifier.") and state[name].dim() == 4)
     state[name] *= scale
-    adaptation.take(adaptation.highest + 1, state)
+    snapshots.take(snapshots.highest + 1, state)
 
 
 def test_a_snapshot_that_turns_out_worse_than_the_source_is_rolled_back(source, serve):
@@ -266,23 +265,23 @@ def test_a_bad_camera_alone_at_night_does_not_harm_the_others(source, serve, kin
         ),
         "repeated": lambda n: weather(1).repeat(n, 1, 1, 1) + 0.01 * torch.randn(n, 3, 10, 10, generator=generator),
     }[kind]
-    yardstick = Yardstick(source.needs["stats"], 1.5)
+    reference = Reference(source.needs["stats"], margin=1.5)
 
     def alignment(service):
-        _, features, _ = service._adaptation.published.front(weather(200, seed=77))
-        return yardstick.alignment(features)
+        _, features, _ = service._snapshots.published.front(weather(200, seed=77))
+        return reference.alignment(features)
 
     found = {}
-    for guarded in (True, False):
-        service = serve(guard=guarded, gate=False, options={"lr": 0.02})
+    for judged in (True, False):
+        service = serve(judge=judged, gate=False, options={"lr": 0.02})
         for seed in range(6):
             send(service, "a", weather(32, seed=seed))
             send(service, "b", weather(32, seed=10 + seed))
             send(service, "c", weather(32, seed=20 + seed))
         for _ in range(60):
             send(service, "bad", make(32), size=32)
-        found[guarded] = alignment(service)
+        found[judged] = alignment(service)
     with torch.no_grad():
-        of_source = yardstick.alignment(source.classifier.backbone(weather(200, seed=77)))
+        of_source = reference.alignment(source.classifier.backbone(weather(200, seed=77)))
     assert found[True] <= 1.1 * of_source
     assert found[True] < found[False]

@@ -1,7 +1,7 @@
-"""The guard: judges a snapshot without labels, beside another one and on the same images.
+"""The judge: compares two models without labels, on the same validation images.
 
-Images that are held back are dealt into panels by camera. A figure is compared panel by panel, and the median over the
-panels decides: what one camera sends, good or bad, cannot outvote the others.
+Validation images are dealt into panels by camera. A figure is compared panel by panel, and the median over the panels
+decides: what one camera sends, good or bad, cannot outvote the others.
 """
 
 import math
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from cafe_tta import losses
 from cafe_tta.serve.buffer import Item
-from cafe_tta.serve.yardstick import Yardstick
+from cafe_tta.source import Reference
 
-PANEL = 8  # images of a panel at least: where cameras share one, a bad one speaks for a good one too
+PANEL = 8  # images of a panel at least; cameras that share one are judged together, the bad with the good
 WORSE_ALIGNMENT = math.log(1.1)  # a tenth above the other's is worse
 WORSE_FRECHET = math.log(1.25)  # noisier: it looks at each group's covariance without flooring it
 COLLAPSE = 0.6  # share of the other's predicted classes below which a snapshot has collapsed
-UNSURE = 0.35  # of the largest possible entropy: so far above the other's, answers have become guesses
+UNSURE = 0.35  # rise of the entropy, as a share of the largest possible one, from which answers are guesses
 
 
 @dataclass(frozen=True)
 class Figures:
-    """How a model looks on images that are held back: one number for each panel."""
+    """Measurements of a model on validation images: one number for each panel."""
 
     alignment: tuple[float, ...]  # empty where there are no source statistics
     frechet: tuple[float, ...]
@@ -35,18 +35,18 @@ class Figures:
     finite: bool
 
     def summary(self) -> dict[str, float | None]:
-        """Medians over the panels, to be shown."""
+        """The median over the panels of each figure."""
         if not self.finite:
             return {}
         parts = {"alignment": self.alignment, "frechet": self.frechet, "entropy": self.entropy}
         return {name: statistics.median(values) if values else None for name, values in parts.items()}
 
 
-class Guard:
+class Judge:
     """Measures models, and says in words why one is worse than another."""
 
-    def __init__(self, yardstick: Yardstick | None, num_classes: int) -> None:
-        self._yardstick = yardstick
+    def __init__(self, reference: Reference | None, num_classes: int) -> None:
+        self._reference = reference
         self._largest_entropy = math.log(max(2, num_classes))
 
     def measure(self, features: Tensor, logits: Tensor, panels: Sequence[Sequence[int]]) -> Figures:
@@ -54,11 +54,11 @@ class Guard:
             return Figures((), (), (), 0.0, finite=False)
         alignment, frechet = [], []
         entropies = losses.entropy(logits)
-        if self._yardstick is not None:
+        if self._reference is not None:
             for panel in panels:
                 part = features[list(panel)]
-                alignment.append(self._yardstick.alignment(part))
-                frechet.append(self._yardstick.frechet(part))
+                alignment.append(self._reference.alignment(part))
+                frechet.append(self._reference.frechet(part))
         entropy = tuple(float(entropies[list(panel)].mean()) for panel in panels)
         shares = torch.bincount(logits.argmax(1), minlength=logits.shape[1]).double() / len(logits)
         classes = float(torch.exp(-(shares * shares.clamp(min=1e-12).log()).sum()))
@@ -66,7 +66,7 @@ class Guard:
         return Figures(tuple(alignment), tuple(frechet), entropy, classes, finite)
 
     def worse(self, ours: Figures, theirs: Figures, than: str) -> str:
-        """Why a model is worse than another on the same panels, in words; empty where it is not."""
+        """Why a model is worse than another one on the same panels, in words; empty if it is not."""
         if not ours.finite:
             return "its answers are NaN or infinite"
         if not theirs.finite:
@@ -86,7 +86,7 @@ class Guard:
         return ""
 
     def better(self, ours: Figures, theirs: Figures) -> bool:
-        """Whether a model that is not worse is better: nearer to the source, or, without statistics, just as good."""
+        """Whether a model that is not worse is nearer to the source; without statistics it always counts as better."""
         return not ours.alignment or not theirs.alignment or log_ratio(ours.alignment, theirs.alignment) < 0
 
 
@@ -96,16 +96,16 @@ def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def panels(items: Sequence[Item]) -> list[list[int]]:
-    """Places of the items, dealt by camera into panels of at least `PANEL`; small cameras share one."""
-    by_place: dict[str, list[int]] = {}
+    """Indices of the items, dealt by camera into panels of at least `PANEL`; small cameras share one."""
+    by_owner: dict[str, list[int]] = {}
     for i, item in enumerate(items):
-        by_place.setdefault(item.place, []).append(i)
+        by_owner.setdefault(item.owner, []).append(i)
     # Large ones have panels of their own; the small are put together in an order that no client chooses easily.
-    dealt = [members for members in by_place.values() if len(members) >= PANEL]
-    small = sorted((name for name in by_place if len(by_place[name]) < PANEL), key=lambda n: zlib.crc32(n.encode()))
+    dealt = [members for members in by_owner.values() if len(members) >= PANEL]
+    small = sorted((name for name in by_owner if len(by_owner[name]) < PANEL), key=lambda n: zlib.crc32(n.encode()))
     pending: list[int] = []
     for name in small:
-        pending += by_place[name]
+        pending += by_owner[name]
         if len(pending) >= PANEL:
             dealt.append(pending)
             pending = []
@@ -114,8 +114,3 @@ def panels(items: Sequence[Item]) -> list[list[int]]:
     elif pending:
         dealt.append(pending)
     return dealt
-
-
-def all_finite(tensors: dict[str, Tensor]) -> bool:
-    """Whether every value of a state is a number."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())

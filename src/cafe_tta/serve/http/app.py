@@ -12,28 +12,29 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from cafe_tta.serve import guarding, page
-from cafe_tta.serve.body import Lease, read_body
-from cafe_tta.serve.errors import ServeError, bad_request
-from cafe_tta.serve.inference import Inference
-from cafe_tta.serve.metrics import CONTENT_TYPE
-from cafe_tta.serve.protocol import VERSION, Signature
+from cafe_tta.models import Preprocessing
+from cafe_tta.serve.http import dashboard, middleware
+from cafe_tta.serve.http.body import Lease, read_body
+from cafe_tta.serve.http.inference import Inference
+from cafe_tta.serve.http.metrics import CONTENT_TYPE
+from cafe_tta.serve.http.middleware import ServeError, bad_request
+from cafe_tta.serve.http.protocol import VERSION, Signature
 from cafe_tta.serve.service import Service
-from cafe_tta.serve.settings import Settings
 
 log = logging.getLogger(__name__)
 
 EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration"]
-WATCHERS = 64  # pages that may watch at once
+WATCHERS = 64  # dashboards that may be open at once
 CONTROLS = ("pause", "resume", "reset", "rollback", "save")
 
 
 class App:
-    """What the addresses of a running server do."""
+    """The handlers of all addresses of a running server."""
 
-    def __init__(self, service: Service, signature: Signature, settings: Settings) -> None:
-        self.service, self.signature, self.settings = service, signature, settings
-        self.inference = Inference(service, signature, settings)
+    def __init__(self, service: Service, preprocessing: Preprocessing) -> None:
+        self.service, self.settings = service, service.settings
+        self.signature = Signature.of(service, preprocessing)
+        self.inference = Inference(service, self.signature)
         self.watchers = 0
         self._status: tuple[float, bytes] = (0.0, b"")
 
@@ -88,26 +89,26 @@ class App:
             }
         )
 
-    # Looking on, and taking part
+    # The dashboard, its data and its controls
 
     async def page(self) -> Response:
         headers = {
-            "Content-Security-Policy": page.csp(),
+            "Content-Security-Policy": dashboard.csp(),
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
         }
-        return Response(page.html(), media_type="text/html", headers=headers)
+        return Response(dashboard.html(), media_type="text/html", headers=headers)
 
     async def favicon(self) -> Response:
-        return Response(page.FAVICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+        return Response(dashboard.FAVICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     async def status(self) -> Response:
         return Response(await self._status_json(), media_type="application/json")
 
     async def events(self) -> Response:
         if self.watchers >= WATCHERS:
-            raise ServeError(503, f"{WATCHERS} pages watch already", retry_after=30)
+            raise ServeError(503, f"{WATCHERS} dashboards are open already", retry_after=30)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._watch(), media_type="text/event-stream", headers=headers)
 
@@ -122,7 +123,7 @@ class App:
             self.watchers -= 1
 
     async def _status_json(self) -> bytes:
-        """The status, made at most once in a while, however many watch."""
+        """The status, computed at most four times a second, however many dashboards are open."""
         made, text = self._status
         if time.monotonic() - made > 0.25 or not text:
             text = await asyncio.to_thread(lambda: _plain_json(self.service.status()))
@@ -135,24 +136,37 @@ class App:
     async def control(self, request: Request, action: str) -> Response:
         if action not in CONTROLS:
             raise ServeError(404, f"no control {action[:40]!r}; choose from: {', '.join(CONTROLS)}")
-        guarding.check_site(request, self.settings.token)
-        guarding.check_token(request, self.settings.token)
-        with Lease(self.inference.pending) as lease:
-            body = await read_body(request, lease, 4096, self.settings.body_timeout_seconds)
+        body = await self._operator_body(request)
         chosen = _rollback_version(body) if action == "rollback" else None
         act: Callable[[], None] = getattr(self.service, action)
+        return await self._act(action, lambda: self.service.rollback(chosen) if action == "rollback" else act())
+
+    async def camera(self, request: Request, name: str) -> Response:
+        """Excludes a camera from adapting, or lets it in again."""
+        adapt = _adapt_flag(await self._operator_body(request))
+        act = "opted in" if adapt else "opted out"
+        return await self._act(f"camera {name!r} {act}", lambda: self.service.camera_opt_out(name, out=not adapt))
+
+    async def _operator_body(self, request: Request) -> bytearray:
+        """The body of a request that only operators may send."""
+        middleware.check_site(request, self.settings.token)
+        middleware.check_token(request, self.settings.token)
+        with Lease(self.inference.pending) as lease:
+            return await read_body(request, lease, 4096, self.settings.body_timeout_seconds)
+
+    async def _act(self, what: str, act: Callable[[], None]) -> Response:
         try:
-            await asyncio.to_thread(lambda: self.service.rollback(chosen) if action == "rollback" else act())
+            await asyncio.to_thread(act)
         except ValueError as error:
             raise ServeError(409, str(error)) from None
-        log.info("%s by an operator", action)
+        log.info("%s by an operator", what)
         self._status = (0.0, b"")
         return answer({"ok": True, "version": (await asyncio.to_thread(self.service.status))["version"]})
 
 
 def create_app(state: App) -> FastAPI:
     """The application that uvicorn runs."""
-    # No generated pages: they would load their scripts from elsewhere, and the protocol is documented already.
+    # No generated pages: they would load scripts from other hosts, and the protocol is documented already.
     app = FastAPI(title="cafe-tta", docs_url=None, redoc_url=None, openapi_url=None, lifespan=state.lifespan)
     model = "/v2/models/{name}"
     get: dict[str, Callable[..., Any]] = {
@@ -176,7 +190,8 @@ def create_app(state: App) -> FastAPI:
     for path in (f"{model}/infer", f"{model}/versions/{{version}}/infer"):
         app.add_api_route(path, state.inference.infer, methods=["POST"], response_model=None)
     app.add_api_route("/api/{action}", state.control, methods=["POST"], response_model=None)
-    guarding.install(app, state.settings.access_log)
+    app.add_api_route("/api/cameras/{name:path}", state.camera, methods=["POST"], response_model=None)
+    middleware.install(app, state.settings.access_log)
     return app
 
 
@@ -197,7 +212,7 @@ def _as_configured(tensor: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_json(status: Any) -> bytes:
-    """JSON that every reader takes: no NaN, no infinity."""
+    """Strict JSON, without NaN and infinity."""
     try:
         return json.dumps(status, allow_nan=False).encode()
     except ValueError:
@@ -207,11 +222,23 @@ def _plain_json(status: Any) -> bytes:
 def _rollback_version(body: bytearray) -> int | None:
     if not body.strip():
         return None
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        raise bad_request('expected {"version": number} or nothing, but the body is no JSON') from None
-    version = found.get("version") if isinstance(found, dict) else found
+    content = _read_json(body, '{"version": number} or nothing')
+    version = content.get("version") if isinstance(content, dict) else content
     if version is not None and type(version) is not int:
-        raise bad_request(f'expected {{"version": number}} or nothing, but got {str(found)[:80]}')
+        raise bad_request(f'expected {{"version": number}} or nothing, but got {str(content)[:80]}')
     return version
+
+
+def _adapt_flag(body: bytearray) -> bool:
+    content = _read_json(body, '{"adapt": true or false}')
+    adapt = content.get("adapt") if isinstance(content, dict) else None
+    if not isinstance(adapt, bool):
+        raise bad_request(f'expected {{"adapt": true or false}}, but got {str(content)[:80]}')
+    return adapt
+
+
+def _read_json(body: bytearray, expected: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise bad_request(f"expected {expected}, but the body is no JSON") from None

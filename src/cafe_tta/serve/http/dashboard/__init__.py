@@ -1,4 +1,4 @@
-"""The dashboard: one page with its style and its script inside. Nothing is built, nothing comes from elsewhere."""
+"""The dashboard: one page with its style and its script inside, without a build step and without outside resources."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ def html() -> str:
 
 @cache
 def csp() -> str:
-    """The page's Content-Security-Policy: its own style and script, its own server, and nothing else at all."""
+    """The page's Content-Security-Policy: its own style, script and server, nothing else."""
     rules = {
         "default-src": "'none'",
         "script-src": _hash(_script()),
@@ -43,7 +43,7 @@ def _script() -> str:
 
 
 def _part(name: str) -> str:
-    return (resources.files("cafe_tta.serve") / "dashboard" / name).read_text(encoding="utf-8")
+    return (resources.files(__name__) / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Micro-batches: the images of requests that come close together are answered together.
+"""Dynamic batching: the images of requests that arrive close together are answered in one batch.
 
-One thread owns the model; while it works on a batch, the next one gathers. The settings have Triton's names. Images are
-counted, not requests. Every request that is let in gets exactly one answer: its own, or an error.
+One thread owns the model; while it works on a batch, the next one fills. The settings have Triton's names. Images are
+counted, not requests. Every admitted request gets exactly one answer: its own, or an error.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from cafe_tta.serve.errors import ServeError, bad_request
-from cafe_tta.serve.protocol import Result
+from cafe_tta.serve.http.middleware import ServeError, bad_request
+from cafe_tta.serve.http.protocol import Result
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ LONGEST_RETRY = 30  # seconds
 
 @dataclass(eq=False)
 class Work:
-    """The images of one request, and who waits for their answer."""
+    """The images of one request, and the future of their answer."""
 
     images: Tensor
     camera: str
@@ -36,13 +36,13 @@ class Work:
     deadline: float  # on the clock of time.monotonic
     answer: "asyncio.Future[Result]"
     queued: float = field(default_factory=time.monotonic)
-    taken: bool = False  # by the model
+    taken: bool = False  # into a batch: its answer is being computed
 
     def __len__(self) -> int:
         return len(self.images)
 
 
-# Answers in the thread of the model; raises ValueError where the images are to blame.
+# Runs in the model's thread; raises ValueError where the images are the cause.
 Model = Callable[[Sequence[Work]], list[Result]]
 Watch = Callable[[int, float, float], None]  # images of a batch, seconds that its oldest waited, seconds that it took
 
@@ -67,15 +67,15 @@ class Batcher:
         self._rejects = timeout_action == "reject"
         self._watch = watch
         self._queue: deque[Work] = deque()
-        self._overdue: deque[Work] = deque()  # with "delay": answered when nobody else waits
+        self._overdue: deque[Work] = deque()  # with "delay": answered when the queue is empty
         self._waiting = 0  # images in either queue
-        self._images = 0  # images let in and not answered yet
+        self._images = 0  # images admitted and not answered yet
         self._changed = asyncio.Event()
         self._hurried = self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._rate = 0.0  # images per second, smoothed
         self._busy_since: float | None = None
-        self.failing = False  # the last batch met an error that was nobody's fault outside
+        self.failing = False  # the last batch failed inside the model, not because of its images
         self._task = asyncio.get_running_loop().create_task(self._work())
 
     @property
@@ -93,20 +93,20 @@ class Batcher:
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY)
 
     def check_room(self, images: int = 1) -> None:
-        """Refuses what the queue cannot take."""
+        """Refuses images for which the queue has no room."""
         if self._closing:
             raise ServeError(503, "the server is shutting down", retry_after=5)
         if self._images + images > self._max_queue_size:
             raise ServeError(
                 429,
                 f"the queue is full: {self._images} of {self._max_queue_size} images wait (max_queue_size); "
-                "come again later",
+                "try again later",
                 retry_after=self.retry_after(),
             )
 
     @contextmanager
-    def place(self, images: int) -> Iterator[None]:
-        """Room for so many images, from before they are decoded until they are answered."""
+    def reserve(self, images: int) -> Iterator[None]:
+        """Reserves room in the queue for images, from before they are decoded until they are answered."""
         self.check_room(images)
         self._images += images
         try:
@@ -115,7 +115,7 @@ class Batcher:
             self._images -= images
 
     async def submit(self, images: Tensor, camera: str, adapt: bool, timeout: float) -> Result:
-        """The answer to the images of a request, within its `place`."""
+        """The answer to the images of a request, for which room was reserved."""
         if self._closing:
             raise ServeError(503, "the server is shutting down", retry_after=5)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -133,17 +133,17 @@ class Batcher:
 
     @staticmethod
     def _too_late(work: Work) -> None:
-        if not work.taken:  # else its answer is being made
+        if not work.taken:
             waited = time.monotonic() - work.queued
             _refuse(work, ServeError(504, f"no answer within the time-out: waited {waited:.2f} s in the queue"))
 
     def hurry(self) -> None:
-        """Waits for no others any more: the end is near."""
+        """Stop waiting to fill batches (shutting down)."""
         self._hurried = True
         self._changed.set()
 
     async def close(self) -> None:
-        """Lets nobody in any more, and tells those who still wait."""
+        """Admits no more requests, and refuses those that still wait."""
         self._closing = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -166,7 +166,7 @@ class Batcher:
                 for work in batch:
                     _refuse(work, ServeError(503, "the server is shutting down", retry_after=5))
                 raise
-            except BaseException as error:  # never: but nobody may wait for ever
+            except BaseException as error:  # a bug here: but no client may wait indefinitely
                 log.exception("the batcher failed")
                 for work in batch:
                     _refuse(work, ServeError(500, f"internal error: {type(error).__name__}"))
@@ -198,7 +198,7 @@ class Batcher:
                 late = queue is self._queue and now > work.deadline and not work.answer.done()
                 if late and self._rejects:
                     self._too_late(work)
-                gone = work.answer.done()  # too late, or its client was cancelled
+                gone = work.answer.done()  # too late, or cancelled by its client
                 delayed = late and not gone
                 if batch and not gone and not delayed and size + len(work) > self._max_batch_size:
                     break
@@ -234,7 +234,7 @@ class Batcher:
         self._watch(images, started - min(work.queued for work in batch), took)
 
     def _answer(self, batch: Sequence[Work]) -> list[Result | ServeError]:
-        """In the model's thread. Where a batch fails, each request is tried alone: only the guilty one suffers."""
+        """Runs in the model's thread. If a batch fails, each request is tried alone: only the cause gets an error."""
         try:
             results = list(self._model(batch))
             self.failing = False

@@ -1,4 +1,4 @@
-"""Reading what a client sends: not too much, not too slowly, and never more at once than memory allows."""
+"""Request bodies: limited in size, in time and in the memory of all together; compressed ones are unpacked."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from cafe_tta.serve.errors import ServeError
+from cafe_tta.serve.http.middleware import ServeError
 
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
-_DISCARD_SECONDS = 2.0  # to let a client finish that will be refused: else it may never see why
+_DISCARD_SECONDS = 2.0  # to let a client finish sending before it is refused: else it may not read the refusal
 
 
 class PendingBytes:
-    """How many bytes all requests together hold."""
+    """The number of bytes that all requests together hold."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -29,7 +29,7 @@ class PendingBytes:
 
 
 class Lease:
-    """The bytes of one request, given back at its end."""
+    """The bytes of one request, released at its end."""
 
     def __init__(self, pending: PendingBytes) -> None:
         self._pending = pending
@@ -90,7 +90,7 @@ class _Reader:
         return body
 
     async def discard(self, most: int) -> None:
-        """Reads and forgets the rest, for a while."""
+        """Reads and discards the rest, for a limited time."""
         with contextlib.suppress(TimeoutError, ServeError):
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while not self.finished and most > 0:
@@ -136,7 +136,7 @@ def unpack(packed: bytes, limit: int, lease: Lease) -> bytearray:
 
 
 def pack(body: bytes, accepted: str) -> tuple[bytes, str | None]:
-    """The body as the client's Accept-Encoding wants it, where that is worth it."""
+    """The body, compressed if it is large and the client's Accept-Encoding allows it; and the encoding."""
     if len(body) < 1024:
         return body, None
     wanted = {part.split(";")[0].strip().lower() for part in accepted.split(",") if not _refused(part)}

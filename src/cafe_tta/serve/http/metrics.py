@@ -1,4 +1,4 @@
-"""What Prometheus reads. No label per camera: their number is not bounded by us."""
+"""Metrics for Prometheus. There is no label per camera: clients choose how many there are."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,10 +22,10 @@ _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """The figures of one server, in a registry of its own."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self, status: Callable[[], Mapping[str, Any]], waiting: Callable[[], int]) -> None:
-        disable_created_metrics()  # they double the number of lines and say nothing
+        disable_created_metrics()  # they double the number of lines and add nothing
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.requests = Counter(
@@ -55,22 +55,12 @@ class Metrics:
         )
         self.registry.register(_OfService(status))
 
-    def answered(self, code: int, seconds: float, images: int) -> None:
-        self.requests.labels(str(code)).inc()
-        self.request_seconds.observe(seconds)
-        self.images.inc(images)
-
-    def batch(self, images: int, waited: float, took: float) -> None:
-        self.batch_images.observe(images)
-        self.queue_seconds.observe(waited)
-        self.batch_seconds.observe(took)
-
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _OfService(Collector):
-    """The service's own figures, asked for when they are read."""
+    """The service's own figures, computed when they are read."""
 
     def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
         self._status = status

@@ -1,5 +1,6 @@
-"""Who may do what, what becomes of errors, and a line in the log for each request where that is wanted."""
+"""What surrounds every request: a deadline for its headers, an id, access rules, errors as JSON, the access log."""
 
+import asyncio
 import hmac
 import json
 import logging
@@ -11,34 +12,50 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from cafe_tta.serve.errors import ServeError
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger("cafe_tta.serve.access")
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 
-def has_token(request: Request, token: SecretStr | None) -> bool:
+class ServeError(Exception):
+    """An answer that is an error: its HTTP status, its text, and when to try again."""
+
+    def __init__(self, status: int, text: str, retry_after: int | None = None, close: bool = False) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.retry_after = retry_after  # seconds
+        self.close = close  # the connection: the rest of the request was not read
+
+
+def bad_request(text: str) -> ServeError:
+    return ServeError(400, text)
+
+
+# Access
+
+
+def has_token(request: Request, token: str | None) -> bool:
     if token is None:
         return False
     kind, _, given = request.headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.get_secret_value().encode())
+    same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode())
     return kind.lower() == "bearer" and same
 
 
-def check_token(request: Request, token: SecretStr | None) -> None:
-    """Refuses who has not the token, where there is one."""
+def check_token(request: Request, token: str | None) -> None:
+    """Refuses requests without the token, if there is one."""
     if token is not None and not has_token(request, token):
         given = "authorization" in request.headers
         raise ServeError(401, "the bearer token is wrong" if given else "this needs the header Authorization: Bearer …")
 
 
-def check_site(request: Request, token: SecretStr | None) -> None:
-    """Refuses what a page of another web site sends through its reader's browser."""
+def check_site(request: Request, token: str | None) -> None:
+    """Refuses requests that a page of another web site sends through its reader's browser."""
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
@@ -49,8 +66,11 @@ def check_site(request: Request, token: SecretStr | None) -> None:
         raise ServeError(403, "requests from pages of other web sites are refused")
 
 
+# Errors, ids and the access log
+
+
 def install(app: FastAPI, access_log: bool) -> None:
-    """Errors as {"error": …}, an id for every request, and lines about them."""
+    """Answers errors as {"error": …}, and gives every request an id and, if wanted, a line in the log."""
 
     @app.exception_handler(ServeError)
     async def _(request: Request, error: ServeError) -> Response:
@@ -114,3 +134,39 @@ class Requests:
                 seconds = time.monotonic() - started
                 log.info("%s %r %d %.1f ms", scope["method"], scope["path"], status, 1000 * seconds)
             request_id.reset(token)
+
+
+# Connections
+
+
+def with_deadline(seconds: float) -> type[HttpToolsProtocol]:
+    """A protocol that closes connections whose headers do not arrive in time; uvicorn itself would keep waiting."""
+
+    class Protocol(HttpToolsProtocol):
+        _alarm: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_headers()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._await_headers()
+
+        def on_headers_complete(self) -> None:
+            self._cancel()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._cancel()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            self._cancel()
+            self._alarm = self.loop.call_later(seconds, self.transport.close)
+
+        def _cancel(self) -> None:
+            if self._alarm is not None:
+                self._alarm.cancel()
+
+    return Protocol

@@ -246,7 +246,7 @@ const MODELS = { source: "the unadapted model answers this camera: its images lo
 function away(c) {
   if (!c.opted_out && !c.quarantined) return null;
   const why = c.opted_out ? "opted out: answered, not learnt from" : c.quarantined;
-  return html("span", { class: "away", title: why }, c.opted_out ? " opted out" : " held back");
+  return html("span", { class: "away", title: why }, c.opted_out ? " opted out" : " quarantined");
 }
 
 function cameras(s) {

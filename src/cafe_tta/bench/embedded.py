@@ -1,14 +1,18 @@
 """The embedded model of `serve` and `simulate`: a small ResNet of handwritten digits, trained once and then kept."""
 
-import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from cafe_tta.bench.experiments import DATASETS
+from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.cli.inputs import Model
-from cafe_tta.source.stats import SourceStats
+from cafe_tta.data.digits import CLASSES
+from cafe_tta.locking import lock_file
+from cafe_tta.models import Model
+from cafe_tta.source import SourceStats
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,20 @@ class Embedded:
 
     model: Model
     stats: SourceStats
-    folder: Path  # where both are kept
+    side: SourceSide
 
     @property
     def classifier(self) -> SplitClassifier:
         return self.model.classifier
+
+    @property
+    def folder(self) -> Path:
+        """Where the model and its source values are kept."""
+        return self.side.folder
+
+    def sources(self, kind: str | None) -> dict[str, Any]:
+        """The statistics, and a source value of another kind, if one is needed."""
+        return {"stats": self.stats} | ({} if kind in (None, "stats") else {kind: self.side.value(kind)})
 
 
 def cache_folder() -> Path:
@@ -31,15 +44,11 @@ def cache_folder() -> Path:
 
 def embedded_digits(folder: Path | None = None, say: Callable[[str], None] = lambda _: None) -> Embedded:
     """The embedded model. The first call trains it, in half a minute; later ones, of any process, read it."""
-    from cafe_tta.bench.experiments import DATASETS  # loads scikit-learn and more: only when it is needed
-    from cafe_tta.bench.source_side import SourceSide
-    from cafe_tta.data.digits import CLASSES
-
     folder = cache_folder() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a server and a simulator started together: one trains, the other waits
+    # A server and a simulator that are started together: one trains, the other waits.
+    with lock_file(folder / ".lock", wait=True):
         side = SourceSide(DATASETS["digits"], folder, say=say)
         stats = side.grouped()
     model = Model(side.classifier.eval(), str(side.describe_model()["architecture"]), side.preprocessing, CLASSES)
-    return Embedded(model, stats, folder)
+    return Embedded(model, stats, side)

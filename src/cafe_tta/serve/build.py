@@ -1,0 +1,61 @@
+"""The service that settings describe: its model, method and source values are loaded here, and only here by name."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cafe_tta import models, options, source
+from cafe_tta.serve.service import Service
+from cafe_tta.serve.settings import Settings
+
+EMBEDDED = "digits"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A service that has not been started, its model, and what its method was configured with."""
+
+    service: Service
+    model: models.Model
+    statistics: source.SourceStats | None
+    config: Any
+
+
+def build(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Built:
+    """Builds the service that the settings describe. `say` receives a line before anything that takes long."""
+    config = settings.config()
+    if settings.needs == "data":
+        raise ValueError(f"{settings.method} needs labelled source images while it adapts, which a server has not")
+    model, sources = _embedded(settings, say) if settings.model is None else _named(settings)
+    adapter = settings.adapter(model, sources, config)
+    service = Service(adapter, replace(settings, name=settings.name or _name(settings.model)), sources.get("stats"))
+    service.class_names = model.classes
+    return Built(service, model, sources.get("stats"), config)
+
+
+def _named(settings: Settings) -> tuple[models.Model, dict[str, Any]]:
+    settings.require_source()
+    names = [described.name for described in options.describe(models.ModelOptions)]
+    model = models.load_classifier(models.ModelOptions(**{name: getattr(settings, name) for name in names}))
+    return model, settings.sources(model)
+
+
+def _embedded(settings: Settings, say: Callable[[str], None]) -> tuple[models.Model, dict[str, Any]]:
+    for name in ("source", "weights", "num_classes"):
+        if getattr(settings, name):
+            raise ValueError(f"expected `model` with `{name}`; without it, the embedded digits are served")
+    from cafe_tta.bench.embedded import embedded_digits
+
+    embedded = embedded_digits(say=say)
+    embedded.classifier.to(models.choose_device(settings.device))
+    return embedded.model, embedded.sources(settings.needs)
+
+
+def _name(model: str | Path | None) -> str:
+    """A name for addresses: of the file, or of the architecture."""
+    if model is None:
+        return EMBEDDED
+    word = Path(model).stem if os.path.exists(model) else str(model).partition(":")[2]
+    return "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "._-" else "-" for letter in word)

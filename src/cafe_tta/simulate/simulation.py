@@ -1,0 +1,215 @@
+"""A simulation: its options, its preparation, and the records of its requests."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cafe_tta import data
+from cafe_tta.models import Model, ModelOptions, load_classifier
+from cafe_tta.options import Options, option
+from cafe_tta.simulate import images
+from cafe_tta.simulate.client import Client
+from cafe_tta.simulate.play import Plan, Record, play
+from cafe_tta.simulate.scenarios import make_cameras
+from cafe_tta.simulate.summary import Summary
+
+HOPELESS = 20  # requests lost before any was answered
+DURATION = 120.0  # seconds
+_SERVER, _CAMERAS, _IMAGES = "The server", "The cameras", "The images"
+_MODEL = "The source model, to compare with"
+
+
+@dataclass(frozen=True)
+class SimulationOptions(Options):
+    """Options of a simulation.
+
+    >>> SimulationOptions(duration=5, images=5)
+    Traceback (most recent call last):
+    ValueError: expected `duration` or `images`, but got both
+    """
+
+    url: str = option("http://127.0.0.1:8080", "Address of the server.", panel=_SERVER)
+    token: str | None = option(
+        None, "Bearer token, if a proxy asks for one.", panel=_SERVER, secret=True, envvar="CAFE_TTA_TOKEN"
+    )
+    wait: float = option(60.0, "Seconds to wait until the server is ready.", panel=_SERVER, least=0)
+
+    cameras: int = option(
+        6, "Number of cameras; each has a scenario of weather, light or link quality.", panel=_CAMERAS, least=1
+    )
+    rate: float = option(
+        20.0,
+        "Mean number of images a second of a camera; its own lies between half and 1.5 times that.",
+        panel=_CAMERAS,
+        above=0,
+    )
+    duration: float | None = option(
+        None, f"Length of the simulation in seconds. {DURATION:.0f} if not given.", panel=_CAMERAS, above=0
+    )
+    images: int | None = option(
+        None, "Number of images to send in all, instead of a duration.", panel=_CAMERAS, least=1
+    )
+    images_per_request: int = option(4, "Number of images that a camera sends at once.", panel=_CAMERAS, least=1)
+    period: float | None = option(
+        None, "Seconds from one fog to the next. A third of the simulation if not given.", panel=_CAMERAS, above=0
+    )
+    fast: bool = option(False, "Let every camera send as soon as it is answered.", panel=_CAMERAS)
+    processes: int = option(2, "Number of processes that the cameras are spread over.", panel=_CAMERAS, least=1)
+    seed: int = option(0, "Seed; the same one sends the same images.", panel=_CAMERAS, least=0)
+
+    data: str | None = option(None, "Labelled images: digits:test, a folder with class folders, ….", panel=_IMAGES)
+    pool: int = option(
+        1024, "Number of images to draw from them, which are sent again and again.", panel=_IMAGES, least=1
+    )
+    corruption_preset: str = option(
+        "cifar", "Parameters of the corruptions: cifar for small images, imagenet for large ones.", panel=_IMAGES
+    )
+
+    model: str | None = option(
+        None, "Model that the server serves, as for `serve`. The embedded digits if not given.", panel=_MODEL
+    )
+    weights: Path | None = option(None, "File of weights for the model.", panel=_MODEL)
+
+    blocks: int = option(10, "Number of rows of the table over time.", panel="The tables", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.duration is not None and self.images is not None:
+            raise ValueError("expected `duration` or `images`, but got both")
+        if self.weights is not None and self.model is None:
+            raise ValueError("expected `model`, the name of an architecture, with `weights`")
+
+
+class Simulation:
+    """Cameras that send images to a server, ready to be prepared and then played."""
+
+    def __init__(self, options: SimulationOptions, say: Callable[[str], None] = lambda _: None) -> None:
+        """Waits for the server, loads the source model, and checks that both know the same classes."""
+        self.options = options
+        self.cameras = make_cameras(options.cameras, options.rate, options.seed)
+        self.rate = sum(camera.rate for camera in self.cameras)  # of all cameras together
+        self.duration = options.duration or (options.images / self.rate if options.images else DURATION)
+        self.summary = Summary(self.cameras, self.duration, options.blocks)
+        self.seconds = 0.0  # that it took
+        client = Client(options.url, options.token)
+        client.until_ready(options.wait, say)
+        self.url, self._served = client.url, _served_name(client)
+        self._model = _source_model(options, say)
+        _check_classes(client, self._served, self._model)
+        client.close()
+        self.imageset, self._labels = _labelled(options, self._model)
+        self._domains = sorted({domain for camera in self.cameras for domain in camera.scenario.domains()})
+        self.num_images = 0  # in each domain, once they are prepared
+
+    @property
+    def images_to_prepare(self) -> int:
+        return min(self.options.pool, len(self.imageset)) * len(self._domains)
+
+    def prepare(self, folder: Path, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Makes the images of every domain in a folder."""
+        made = images.make(
+            folder,
+            self.imageset,
+            self._labels,
+            self._classify,
+            self._domains,
+            preset=self.options.corruption_preset,
+            seed=self.options.seed,
+            most=self.options.pool,
+            advance=advance,
+        )
+        self.num_images = len(made)
+
+    def play(self, folder: Path, stopped: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+        """Sends the prepared images, and yields a record of every request as it is answered."""
+        options = self.options
+        plan = Plan(
+            options.url,
+            self._served,
+            options.token,
+            folder,
+            self.duration,
+            self.period,
+            options.images_per_request,
+            keeps_time=not options.fast,
+        )
+        start = time.monotonic()
+
+        def begun() -> None:
+            nonlocal start
+            start = time.monotonic()
+
+        for record in play(plan, self.cameras, options.processes, lambda: stopped() or self._hopeless(), begun):
+            self.summary.add(record)
+            yield record
+        self.seconds = time.monotonic() - start
+
+    @property
+    def period(self) -> float:
+        return self.options.period or self.duration / 3
+
+    def results(self) -> dict[str, Any]:
+        """All numbers, and what decided the images that were sent, as plain JSON."""
+        options = self.options
+        settings = {
+            "cameras": [camera.describe() for camera in self.cameras],
+            "url": options.url,
+            "seed": options.seed,
+            "duration": self.duration,
+            "period": self.period,
+            "images_per_request": options.images_per_request,
+            "data": self.imageset.name,
+            "pool": self.num_images,
+            "model": options.model or "embedded digits",
+            "processes": options.processes,
+            "fast": options.fast,
+        }
+        return {"settings": settings, **self.summary.numbers(self.seconds)}
+
+    def _classify(self, pixels: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return self._model.classifier(self._model.preprocessing(pixels))
+
+    def _hopeless(self) -> bool:
+        """Whether the server has answered nothing at all: there is no sense in going on for minutes."""
+        return not self.summary.overall.images and sum(self.summary.lost.values()) >= HOPELESS
+
+
+def _served_name(client: Client) -> str:
+    status = client.get("/api/status")
+    if not isinstance(status, dict) or "name" not in status:
+        raise RuntimeError(f"{client.url}/api/status names no model; is this a server of cafe-tta?")
+    return str(status["name"])
+
+
+def _source_model(options: SimulationOptions, say: Callable[[str], None]) -> Model:
+    if options.model is not None:
+        return load_classifier(ModelOptions(options.model, weights=options.weights, device="cpu"))
+    from cafe_tta.bench.embedded import embedded_digits  # loads scikit-learn and more: only when it is needed
+
+    return embedded_digits(say=say).model
+
+
+def _check_classes(client: Client, name: str, source: Model) -> None:
+    outputs = {output["name"]: output["shape"] for output in client.get(f"/v2/models/{name}").get("outputs", [])}
+    theirs, ours = outputs.get("logits", [None])[-1], source.classifier.num_classes
+    if theirs is not None and theirs != ours:
+        raise ValueError(
+            f"expected the server's `model` and `weights`, but its model {name!r} has {theirs} classes, and the source "
+            f"model to compare with has {ours}"
+        )
+
+
+def _labelled(options: SimulationOptions, source: Model) -> tuple[data.ImageSet, Any]:
+    spec = options.data or ("digits:test" if options.model is None else "")
+    if not spec:
+        raise ValueError("expected `data`, labelled images for the model: a folder with class folders, cifar10:test, …")
+    imageset = data.load(spec)
+    labels, reason = data.match_labels(imageset, source.classes, source.classifier.num_classes)
+    if labels is None:
+        raise ValueError(f"accuracy cannot be computed on {imageset.name}: {reason}")
+    return imageset, labels
