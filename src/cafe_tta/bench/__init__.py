@@ -13,6 +13,6 @@ from cafe_tta.bench import report as report
 from cafe_tta.bench.experiments import DATASETS as DATASETS
 from cafe_tta.bench.experiments import EXPERIMENTS as EXPERIMENTS
 from cafe_tta.bench.experiments import plan as plan
+from cafe_tta.bench.jobs import run as run
 from cafe_tta.bench.protocols import PROTOCOLS as PROTOCOLS
 from cafe_tta.bench.records import Record as Record
-from cafe_tta.bench.runner import run as run

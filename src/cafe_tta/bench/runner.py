@@ -21,7 +21,7 @@ from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, 
 from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, read
-from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
+from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.distributed import Share
 from cafe_tta.methods import METHODS
 from cafe_tta.source import Reference
@@ -215,24 +215,6 @@ class Runner:
         if self.plan.frechet and self._made_reference is None:
             self._made_reference = Reference(replace(self.source.grouped(), full_cov=self.source.stats.cov))
         return self._made_reference
-
-
-def run(
-    plan: Plan,
-    folder: str | os.PathLike[str],
-    source: SourceSideOptions | None = None,
-    say: Say = lambda _: None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> list[Record]:
-    """Does the runs of a plan that `folder` has no record of yet, and gives all of its records.
-
-    Stopped at any moment and called again, it goes on where it was.
-    """
-    runner = Runner(plan, SourceSide(plan.dataset, Path(folder) / "source", source, say), folder)
-    for note in runner.notes():
-        say(note)
-    runner.work(advance=advance)
-    return read(Path(folder) / RECORDS)
 
 
 def reset_peak_memory() -> None:

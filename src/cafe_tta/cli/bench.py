@@ -1,8 +1,6 @@
 """`cafe-tta bench`: the paper's experiments, each by one command."""
 
 import os
-import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +10,15 @@ import typer
 from rich.table import Table
 
 from cafe_tta import data as image_sets
-from cafe_tta.bench import estimate, jobs
+from cafe_tta.bench import estimate, run
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.records import RECORDS
-from cafe_tta.bench.runner import Runner
-from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
-from cafe_tta.cli.console import Interrupted, progress, say, show_table, sigterm_interrupts
+from cafe_tta.bench.source_side import SourceSideOptions
+from cafe_tta.cli.console import progress, say, show_table, sigterm_interrupts
 from cafe_tta.cli.flags import TORCHRUN, TimeoutOption, command
 from cafe_tta.cli.report import show_report_table
 from cafe_tta.corruptions import choose_names
-from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
+from cafe_tta.distributed import torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
 from cafe_tta.models.preprocessing import Rgb
 from cafe_tta.options import Options, option
@@ -130,54 +127,14 @@ def bench(
 
 def _run(planned: Plan, options: SourceSideOptions, folder: Path, synchronised: bool, timeout: float) -> None:
     """Does the runs, alone or with the other ranks, and shows the first table."""
-    if synchronised:
-        _check_synchronised(planned)
-
-    def make(share: Share) -> Runner:
-        return Runner(planned, SourceSide(planned.dataset, folder / "source", options, say), folder, share)
-
-    if torchrun_share() is None:
-        work(make(Share()))
-    else:
-        with torchrun_job(timeout) as job:
-            _work_with_others(job, make, folder, synchronised)
-        if job.rank:
-            return
-    show_report_table([folder])
-    print(f"\nrecords: {folder / RECORDS}; tables, figures and a page: cafe-tta report {folder}")
-
-
-def _check_synchronised(planned: Plan) -> None:
-    if "WORLD_SIZE" not in os.environ:
+    if synchronised and "WORLD_SIZE" not in os.environ:
         raise ValueError("expected --synchronised only under torchrun: torchrun --nproc-per-node 2 -m cafe_tta bench …")
-    jobs.check_synchronised(planned)
-
-
-def work(runner: Runner, job: Job | None = None) -> None:
-    """Does the missing runs, with a progress bar; Ctrl-C says how far it came."""
-    for note in runner.notes():
-        say(note)
-    missing = runner.missing()
-    try:
-        with progress(f"{len(missing)} runs", sum(len(run.episode) for run in missing)) as advance:
-            if job is None:
-                runner.work(advance=advance)
-            else:
-                job.on_progress = advance
-                jobs.work(runner, job)
-                job.on_progress = None
-    except KeyboardInterrupt as error:
-        number = getattr(error, "exit_code", 128 + signal.SIGINT) - 128
-        raise Interrupted(runner.progress(), number) from None
-
-
-def _work_with_others(job: Job, make: Callable[[Share], Runner], folder: Path, synchronised: bool) -> None:
-    runner = jobs.join(job, make, folder, synchronised)
-    try:
-        with sigterm_interrupts(), job.process_group() if synchronised else nullcontext():
-            work(runner, job)
-    except (TimeoutError, ConnectionError, RuntimeError) as error:  # the other ranks, or the machine
-        raise RuntimeError(f"{error}; {runner.progress()}") from error
+    share = torchrun_share()
+    with nullcontext() if share is None else sigterm_interrupts():
+        run(planned, folder, options, say=say, watch=progress, synchronised=synchronised, timeout=timeout)
+    if share is None or not share.rank:
+        show_report_table([folder])
+        print(f"\nrecords: {folder / RECORDS}; tables, figures and a page: cafe-tta report {folder}")
 
 
 def _show_episodes(planned: Plan) -> None:

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cafe_tta.cli.bench import work
-from cafe_tta.cli.console import say, show_table
+from cafe_tta.cli.console import progress, say, show_table
 from cafe_tta.cli.report import drawn
 
 _ONE_PASS = {"dann": {"iterations": 1}}  # the paper's 400 would take longer than all the rest
@@ -24,11 +23,9 @@ def demo(
     from cafe_tta.bench.report.columns import main_columns
     from cafe_tta.bench.report.figures import draw_summary
     from cafe_tta.bench.report.tables import summary_table
-    from cafe_tta.bench.runner import Runner
-    from cafe_tta.bench.source_side import SourceSide
 
     plan = bench.plan("mixed", "digits", list(METHODS), _ONE_PASS, seeds=tuple(range(seeds)))
-    work(Runner(plan, SourceSide(plan.dataset, output / "source", say=say), output))
+    bench.run(plan, output, say=say, watch=progress)
     (column,) = main_columns(bench.report.make([output]).records)
     show_table(drawn(summary_table(column)))
     picture = draw_summary(column, _samples(plan))
