@@ -142,12 +142,12 @@ def test_killed_process_goes_on_and_ends_with_the_same_table(results, source_fol
 
 def test_other_settings_are_refused(results):
     make_runner(results, methods=["source"]).work()
-    with pytest.raises(ValueError, match=r"settings.json belongs to other settings: limit is 40 there, 50 now; choose"):
+    with pytest.raises(ValueError, match=r"settings.json belongs to other settings: limit=40 there, 50 here; choose"):
         make_runner(results, methods=["source"], limit=50)
-    with pytest.raises(ValueError, match=r"experiment is 'mixed' there, 'same' now"):
+    with pytest.raises(ValueError, match=r"experiment='mixed' there, 'same' here"):
         make_runner(results, methods=["source"], kind="same")
     changed = make_runner(results, methods=["source"], options={"source": {"batch_size": 7}})
-    with pytest.raises(ValueError, match=r"config.batch_size is 256 there, 7 now"):
+    with pytest.raises(ValueError, match=r"config.batch_size=256 there, 7 here"):
         changed.missing()
 
 
