@@ -65,8 +65,8 @@ class _Group(TyperGroup):
             # Not on its own feet, or Typer would print its own errors, in boxes.
             code = super().main(args, name, complete_var, False, windows_expand_args, **extra)
         except UsageError as error:
-            place = getattr(getattr(error, "ctx", None), "command_path", "cafe-tta")
-            say(f"error: {error.format_message().rstrip('.')}; see {place} --help")
+            command_path = getattr(getattr(error, "ctx", None), "command_path", "cafe-tta")
+            say(f"error: {error.format_message().rstrip('.')}; see {command_path} --help")
             sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -115,7 +115,7 @@ def start(
 
     \b
     [bold]3. Adapt[/bold], where the images are; without labels, without source images:
-       cafe-tta adapt --model model/model.safetensors --stats stats.safetensors
+       cafe-tta adapt --model model/model.safetensors --source stats.safetensors
                       --data photos --output out
 
     \b
@@ -124,9 +124,9 @@ def start(
 
     \b
     [bold]5. Serve[/bold] it to many cameras, adapting while it answers:
-       cafe-tta serve --model model/model.safetensors --stats stats.safetensors
+       cafe-tta serve --model model/model.safetensors --source stats.safetensors
 
-    In a hurry, all of it in two minutes, with 15 kinds of corruption: cafe-tta demo
+    All of it in two minutes, with 15 kinds of corruption: cafe-tta demo
     """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
