@@ -281,7 +281,7 @@ def test_crops_move_images_and_repeat_their_border() -> None:
         ({"epochs": 0, "swag_epochs": 0}, "expected `epochs` to be at least 1, as `swag_epochs` is 0, but got 0"),
         ({"batch_size": 0}, "expected `batch_size` to be at least 1, but got 0"),
         ({"lr": float("nan")}, "expected `lr` to be at least 0, but got nan"),
-        ({"swag_lr": math.inf}, "expected `swag_lr` to be at least 0, but got inf"),
+        ({"swag_lr": math.inf}, "expected `swag_lr` to be at least 0 and finite, but got inf"),
         ({"momentum": 1.0}, "expected `momentum` to be at least 0 and below 1, but got 1.0"),
         ({"augment": "flip"}, "expected `augment` to be one of 'crop-flip', 'crop', 'none', but got 'flip'"),
         ({"swag_epochs": 1, "collections_per_epoch": 1}, "expected at least 2 collections for SWAG, but got 1"),
