@@ -1,4 +1,4 @@
-"""Mean and variance of each channel of activations (B, C, ...), with their gradients, in as few passes as can be."""
+"""Mean and variance of each channel of activations (B, C, ...), with gradients, in as few passes as possible."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ def statistics(activations: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_statistics(activations: Tensor, by_var: Tensor, by_mean: Tensor, mean: Tensor, count: int) -> Tensor:
-    """The gradient of the activations, n of them in each channel, where that of their variance and mean is known."""
+    """The gradient of activations, `count` per channel, from the gradients of their variance and mean."""
     slope = 2 * by_var / count
     constant = by_mean / count - slope * mean
     return torch.addcmul(spread(constant, activations), activations, spread(slope, activations))
 
 
 def normalised_by_layer(activations: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """The same activations, for a layer that computes (x - mean) / √var with constants for `mean` and `var`.
+    """The identity in front of a layer that computes (x - mean) / √var with constants for `mean` and `var`.
 
-    The layer's gradient is that of x alone; this adds those of `mean` and `var`, which follow from it.
+    The layer's gradient is that of x alone; the backward pass here adds those of `mean` and `var`, which follow from it.
     """
     return _NormalisedByLayer.apply(activations, mean, var)
 
@@ -41,7 +41,7 @@ def dims(activations: Tensor) -> list[int]:
 
 
 def spread(values: Tensor, activations: Tensor) -> Tensor:
-    """One value for each channel, in a shape that goes with the activations."""
+    """One value for each channel, reshaped to broadcast over the activations."""
     return values.view(1, -1, *([1] * (activations.dim() - 2)))
 
 

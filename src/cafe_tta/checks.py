@@ -120,7 +120,7 @@ def check_predict_changes_nothing(make_adapter: MakeAdapter, images: Tensor) -> 
 
 
 def check_save_and_load(make_adapter: MakeAdapter, images: Tensor) -> None:
-    """A saved adapter goes on exactly where it was, in another process or in this one."""
+    """A saved adapter continues exactly where it was, in another process or in this one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         adapter = make_adapter()
@@ -138,7 +138,7 @@ def check_save_and_load(make_adapter: MakeAdapter, images: Tensor) -> None:
 
 
 def check_copies_are_independent(make_adapter: MakeAdapter, images: Tensor) -> None:
-    """A deep copy goes on like the original, and neither disturbs the other."""
+    """A deep copy continues like the original, and neither disturbs the other."""
     adapter = make_adapter()
     adapter(images)
     twin = copy.deepcopy(adapter)
@@ -176,7 +176,7 @@ def check_bad_batches_change_nothing(make_adapter: MakeAdapter, images: Tensor) 
 
 
 def check_every_batch_size(make_adapter: MakeAdapter, images: Tensor) -> None:
-    """Batches of any size are answered, ragged ones too; a single image is answered, or refused with a reason."""
+    """Batches of any size are answered, also changing ones; a single image is answered, or refused with a reason."""
     adapter = make_adapter()
     for size in (len(images), 3, 2, len(images), 5):
         logits = adapter(images[:size])

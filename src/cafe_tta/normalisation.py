@@ -25,7 +25,7 @@ def norm_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Normaliser:
-    """Switches a classifier between adapting and evaluating, whatever train() or eval() the caller says.
+    """Switches a classifier between adapting and evaluating, regardless of the caller's train() and eval().
 
     `batch`: normalise with the batch and let the running statistics follow it (the paper). `source`: statistics stay as
     trained. `blend`: (1 - w)·source + w·batch, with a fixed weight w, or w = n / (prior + n) for a batch of n images;
