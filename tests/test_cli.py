@@ -361,7 +361,7 @@ def test_errors_are_one_line(made, tmp_path):
     (tmp_path / "junk/1.png").write_bytes(b"")
     common = ("adapt", "--model", model, "--output", out)
     cases = [
-        ((*common, "--data", photos), "cafe needs stats of the source domain; give it as `source`: make them with"),
+        ((*common, "--data", photos), "cafe needs stats of the source domain, but `source` is empty; make them with"),
         ((*common, "--data", photos, "--method", "fr"), "fr needs histograms of the source domain"),
         ((*common, "--data", photos, "--method", "bacs"), "bacs needs posterior of the source domain"),
         ((*common, "--data", photos, "--method", "dann"), "dann needs data of the source domain"),

@@ -143,7 +143,10 @@ def test_wrong_shards_are_refused(made, tmp_path, text):
 def test_options_that_a_shard_cannot_heed_are_refused(made, tmp_path):
     begin = ("stats", "--model", made / "ours", "--data", "digits:test", "--shard", "1/2")
     for options, text in (
-        (("--output", tmp_path / "x", "--num-groups", 3), "a shard has no groups yet: give --num-groups and --full to"),
+        (
+            ("--output", tmp_path / "x", "--num-groups", 3),
+            "a shard has no groups yet: give --num-groups, --max-group-size and",
+        ),
         (("--feature-stats", tmp_path / "x"), "expected --shard with --output FILE"),
         (("--output", tmp_path / "x", "--histograms", tmp_path / "h"), "other kinds are made by one process"),
     ):

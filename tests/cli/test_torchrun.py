@@ -196,7 +196,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_one_line():
 
     (found,) = threads(1, lambda job: job.claim("it"), store=Gone())
     assert isinstance(found, RankLost)
-    assert re.fullmatch(r"lost the other ranks: nobody answers at .+ \(Connection reset by peer\)", str(found))
+    assert re.fullmatch(r"lost the other ranks: no answer at .+ \(Connection reset by peer\)", str(found))
 
 
 def test_commands_for_one_process_are_refused_under_torchrun(tmp_path):

@@ -38,7 +38,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # nobody else may listen to signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._ask)
         return self

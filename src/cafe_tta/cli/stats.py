@@ -58,7 +58,7 @@ def stats(
     histograms: Annotated[Path | None, typer.Option(hidden=True)] = None,  # now: --kind histograms --output FILE
     timeout: TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
-    """Compute mean, covariance and groups of the source features: once, at the training site.
+    """Compute what methods need of the source domain, once, at the training site: by default feature statistics.
 
     cafe-tta stats --model model.safetensors --data images/ --output stats.safetensors
 
@@ -157,5 +157,5 @@ def _check_inputs(shards: list[Path], model: ModelOptions, images: DataOptions, 
 def _check_shard(writing: StatsOptions, options: SourceOptions) -> None:
     if writing.shard is not None and (writing.merge or writing.output is None or writing.feature_stats):
         raise ValueError("expected --shard with --output FILE for the shard, and without --merge and --feature-stats")
-    if writing.shard is not None and (options.num_groups or options.full):
-        raise ValueError("a shard has no groups yet: give --num-groups and --full to --merge")
+    if writing.shard is not None and (options.num_groups or options.full or options.max_group_size != 128):
+        raise ValueError("a shard has no groups yet: give --num-groups, --max-group-size and --full to --merge")

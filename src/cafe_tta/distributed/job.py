@@ -183,7 +183,7 @@ class Job:
             raise
         except RuntimeError as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise RankLost(f"lost the other ranks: nobody answers at {address} ({_first_line(error)})") from error
+            raise RankLost(f"lost the other ranks: no answer at {address} ({_first_line(error)})") from error
 
     # From beginning to end
 

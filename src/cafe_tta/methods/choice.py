@@ -52,7 +52,7 @@ class MethodOptions(Options):
         """Raises where the method needs source values and none are given: before anything slow is loaded."""
         if self.needs is not None and not self.source:
             how = source.source_kind(self.needs).how_to_make
-            raise ValueError(f"{self.method} needs {self.needs} of the source domain; give it as `source`: {how}")
+            raise ValueError(f"{self.method} needs {self.needs} of the source domain, but `source` is empty; {how}")
 
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""

@@ -90,7 +90,7 @@ class Published:
         return self._front
 
     def swap_in(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the copy that nobody reads, and swaps the two: one assignment."""
+        """Loads the back buffer, and swaps it with the front one in a single assignment."""
         self._back.load(version, tensors)
         self._front, self._back = self._back, self._front
 

@@ -51,7 +51,9 @@ class Posterior(SourceValue):
 
     kind = "posterior"
     file_kind = "posterior"
-    how_to_make = "collect one with Posterior.fit(classifier, labelled_loader), or while training with `cafe-tta train`"
+    how_to_make = (
+        "collect one with Posterior.fit(classifier, labelled_loader), `cafe-tta stats --kind posterior` or `train`"
+    )
 
     members: tuple[PosteriorMember, ...]
 
