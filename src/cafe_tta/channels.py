@@ -30,7 +30,7 @@ def by_statistics(activations: Tensor, by_var: Tensor, by_mean: Tensor, mean: Te
 def normalised_by_layer(activations: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """The identity in front of a layer that computes (x - mean) / √var with constants for `mean` and `var`.
 
-    The layer's gradient is that of x alone; the backward pass here adds those of `mean` and `var`, which follow from it.
+    The layer's gradient is that of x alone; this backward pass adds those of `mean` and `var`, which follow from it.
     """
     return _NormalisedByLayer.apply(activations, mean, var)
 
