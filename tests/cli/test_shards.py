@@ -145,7 +145,7 @@ def test_options_that_a_shard_cannot_heed_are_refused(made, tmp_path):
     for options, text in (
         (
             ("--output", tmp_path / "x", "--num-groups", 3),
-            "a shard has no groups yet: give --num-groups, --max-group-size and",
+            "a shard has no groups yet: give --num-groups",
         ),
         (("--feature-stats", tmp_path / "x"), "expected --shard with --output FILE"),
         (("--output", tmp_path / "x", "--histograms", tmp_path / "h"), "other kinds are made by one process"),

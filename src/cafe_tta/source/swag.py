@@ -51,9 +51,7 @@ class Posterior(SourceValue):
 
     kind = "posterior"
     file_kind = "posterior"
-    how_to_make = (
-        "collect one with Posterior.fit(classifier, labelled_loader), `cafe-tta stats --kind posterior` or `train`"
-    )
+    how_to_make = "collect one with Posterior.fit(classifier, labelled_loader) or `cafe-tta stats --kind posterior`"
 
     members: tuple[PosteriorMember, ...]
 
