@@ -28,7 +28,7 @@ def small_network(seed: int = 0, batchnorm: bool = True) -> nn.Sequential:
 
 
 def make_source(network: nn.Module) -> SimpleNamespace:
-    """A classifier with statistics that belong to it, and all that any method needs of the source domain."""
+    """A classifier with statistics that belong to it, and all that any method needs from the source domain."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(240, 3, 10, 10, generator=generator)
     labels = torch.randint(0, 4, (240,), generator=generator)

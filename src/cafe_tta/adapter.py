@@ -1,4 +1,4 @@
-"""The adapter: a classifier that adapts while it answers. `adapter(images)` and `adapter.reset()` are all of it."""
+"""The adapter: a classifier that adapts while it answers. Its interface is `adapter(images)` and `reset()`."""
 
 import copy
 import os
@@ -92,7 +92,7 @@ class Adapter(nn.Module):
     """
 
     name: ClassVar[str]
-    needs: ClassVar[str | None] = None  # of the source domain: None, or a key of `cafe_tta.source.SOURCES`
+    needs: ClassVar[str | None] = None  # from the source domain: None, or a key of `cafe_tta.source.SOURCES`
     adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
     remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
@@ -128,10 +128,10 @@ class Adapter(nn.Module):
             self._source_state = {name: tensor.detach().clone() for name, tensor in self.changing().items()}
         self.reset()
 
-    # What a method says of itself
+    # Overridden by methods
 
     def prepare(self, source: Any) -> None:
-        """Keeps what the method needs of the source domain, and sets the classifier up. Called once."""
+        """Keeps what the method needs from the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
@@ -149,7 +149,7 @@ class Adapter(nn.Module):
             tensors |= {n: b for n, b in self.classifier.named_buffers() if n.rpartition(".")[2] in BATCHNORM_BUFFERS}
         return tensors
 
-    # What everybody uses
+    # Public interface
 
     def forward(self, images: Tensor) -> Tensor:
         """Adapts to a batch of images and returns its logits. A bad batch raises, and changes nothing.
@@ -170,18 +170,18 @@ class Adapter(nn.Module):
     def _adapt(self, images: Tensor) -> tuple[Tensor, Report]:
         # Callers sit in no_grad() or inference_mode(): they only want predictions.
         with torch.inference_mode(False), torch.enable_grad():
-            return self.answer_or_leave(images.clone() if images.is_inference() else images.detach())
+            return self.answer_or_roll_back(images.clone() if images.is_inference() else images.detach())
 
-    def answer_or_leave(self, images: Tensor) -> tuple[Tensor, Report]:
-        """Answers; where that fails or a step is refused, everything is left as it was."""
-        kept = self._keep()
+    def answer_or_roll_back(self, images: Tensor) -> tuple[Tensor, Report]:
+        """Answers; where that fails or the step is refused, everything is rolled back."""
+        kept = self._backup()
         try:
             logits, report = self.answer(images)
         except BaseException:
-            self._put_back(kept)
+            self._restore(kept)
             raise
         if report.refused:
-            self._put_back(kept)
+            self._restore(kept)
         return logits, report
 
     def predict(self, images: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Adapter(nn.Module):
         return storage.write(path, "adapter-state", STATE_VERSION, self.state(), self._state_meta())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Goes on exactly where `save` left off. A state of another method, classifier or options is refused whole."""
+        """Continues exactly where `save` left off. A state of another method, classifier or options is rejected."""
         tensors, theirs = storage.read(path, "adapter-state", STATE_VERSION)
         ours = self._state_meta()
         if theirs["method"] != ours["method"]:
@@ -279,12 +279,12 @@ class Adapter(nn.Module):
         config, counters = asdict(self.config), asdict(self.counters)
         return {"method": self.name, "config": config, "classifier": self._identity, "counters": counters}
 
-    def _keep(self) -> Any:
+    def _backup(self) -> Any:
         """What a forward pass may change before the step is accepted: statistics and own buffers, not the weights."""
         statistics = [(t, t.clone()) for t in self.changing().values() if not t.requires_grad]
         return statistics, self._own_buffers()
 
-    def _put_back(self, kept: Any) -> None:
+    def _restore(self, kept: Any) -> None:
         with torch.no_grad():
             for tensor, value in kept[0]:
                 tensor.copy_(value)
@@ -324,7 +324,7 @@ class Adapter(nn.Module):
             raise ValueError(f"expected finite images, but images {bad[:10]} of the batch have NaN or infinite values")
 
     def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (B, D) and logits (B, C). What the classifier cannot read is the caller's mistake, and said so."""
+        """Features (B, D) and logits (B, C). Raises ValueError for images that the classifier cannot read."""
         if not len(images):
             features, logits = self.run(self.ranks.stand_in(images))
             return features[:0], logits[:0]

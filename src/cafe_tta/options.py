@@ -31,7 +31,7 @@ _RULE = "cafe_tta.option"  # where a dataclass field keeps its rule
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a declaration says beside type and default."""
+    """What a declaration says besides type and default."""
 
     meaning: str
     least: float | None = None
@@ -67,12 +67,15 @@ def option(
     below: float | None = None,
     **extra: Any,
 ) -> Any:
-    """A field of an `Options` class: its default, what it means, and the numbers that it may be.
+    """A field of an `Options` class: its default, what it means, and its bounds.
 
-    A field of type `Literal[...]` admits those words only; one of type `... | None` also admits None. `extra` is for
-    whoever builds something from the declaration, such as `panel="Network"` for the heading in `--help`, and
-    `aliases=("old_name",)` for names that settings files and flags still accept. `pattern=(regex, "in words")` is
-    what a text must match. The value of an option with `secret=True` is in no error and no `repr`.
+    `least` and `most` are inclusive, `above` and `below` exclusive. A field of type `Literal[...]` admits those words
+    only; one of type `... | None` also admits None. `extra` is for whoever builds something from the declaration:
+
+    - `panel="Network"`: the heading in `--help`. `metavar`, `flag`, `repeated`, `required`, `hidden`: of its flag.
+    - `aliases=("old_name",)`: names that settings files and flags still accept.
+    - `pattern=(regex, "in words")`: what a text must match.
+    - `secret=True`: the value never appears in an error or a `repr`.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
     shown = not extra.get("secret", False)

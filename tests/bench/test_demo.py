@@ -25,7 +25,7 @@ def test_demo_compares_every_method_and_draws_a_picture(tmp_path, monkeypatch):
         assert f"{record.frechet_after:.2f}" in result.stdout
         assert f"{1000 / record.images_per_second:.2f}" in result.stdout
         assert record.frechet_after > 0 and len(record.by_domain) == 15
-    heads = ("method", "needs of the source", "accuracy %", "Fréchet distance", "ms / image")
+    heads = ("method", "needs from the source", "accuracy %", "Fréchet distance", "ms / image")
     assert all(head in result.stdout for head in heads)
     again = CliRunner().invoke(app, arguments)
     assert again.stdout == result.stdout and len(read(tmp_path / "demo" / "records.jsonl")) == len(records)

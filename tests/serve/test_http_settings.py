@@ -199,7 +199,7 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
     [
         (
             ("--model", "MODEL"),
-            "error: cafe needs stats of the source domain; give it as `source`: ",
+            "error: cafe needs stats from the source domain, but `source` is empty; ",
         ),
         (("--model", "MODEL", "--stats", "MODEL"), "error: "),
         (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),

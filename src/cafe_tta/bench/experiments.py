@@ -196,9 +196,10 @@ def plan(
     sweep: Sequence[int] | None = None,
     mode: str | None = None,
     frechet: bool | None = None,
+    protocols: Sequence[str] | None = None,
     **settings: Any,
 ) -> Plan:
-    """An experiment on a data set, with the paper's methods or those named.
+    """An experiment on a data set, with the paper's methods and protocols or those named.
 
     A method may come with options, and is then a row of its own: `["cafe", "cafe(lr=0.01)"]`, or the same as one text.
     `options` changes options of a method in all of its rows. `settings` are other fields of `Plan`: seeds, limit, ….
@@ -219,7 +220,8 @@ def plan(
     if chosen.sweep:
         ks = sweep or data.sweep
         rows = [replace(row, label=f"{row.label} k={k}", num_groups=k) for row in rows for k in ks]
-    protocols = chosen.protocols or data.protocols
+    protocols = tuple(_named(name, PROTOCOLS, "protocol").name for name in protocols or ())
+    protocols = protocols or chosen.protocols or data.protocols
     frechet = chosen.frechet if frechet is None else frechet
     return Plan(experiment, data, protocols, mode, tuple(rows), frechet=frechet, **settings)
 

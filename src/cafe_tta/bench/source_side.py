@@ -127,7 +127,7 @@ class SourceSide:
         return self._groups[num_groups]
 
     def needed(self, row: Row) -> Any:
-        """What the method of a row needs of the source domain."""
+        """What the method of a row needs from the source domain."""
         if row.needs is None:
             return None
         if row.needs == SourceStats.kind:

@@ -32,7 +32,7 @@ def adapt(
 
     cafe-tta adapt --model model.safetensors --source stats.safetensors --data photos/ --output out
 
-    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv. Labels of class folders are only used to tell the accuracy.
+    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv. Labels of class folders are only used to report the accuracy.
     """  # noqa: E501 - a line break here would be one in the help
     config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
@@ -50,7 +50,7 @@ def adapt(
         workers=images.workers,
     )
     if run.finished():
-        say(f"nothing to do: the run in {output} is finished; --overwrite starts anew")
+        say(f"nothing to do: the run in {output} is finished; --overwrite starts over")
         return
     if run.adapter.adapts and not options.shuffled and run.class_by_class:
         say("note: the images come class by class, which misleads every method; --shuffle shuffles them")
@@ -68,6 +68,7 @@ def _digests(method: MethodOptions, sources: dict[str, Any]) -> dict[str, str]:
     if method.needs is None:
         return {}
     files = [Path(text) for text in method.source if Path(text).is_file()]
+    # `sources` has the files' kinds in the order of the files.
     by_kind = dict(zip((kind for kind in sources if kind != "data"), files, strict=True))
     if method.needs in by_kind:
         return {method.needs: digest([by_kind[method.needs].read_bytes()])}

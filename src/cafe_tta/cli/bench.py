@@ -47,6 +47,9 @@ class BenchOptions(Options):
         panel=_ROWS,
         metavar="OPTION=VALUE",
     )
+    protocols: list[str] = option(
+        [], "A protocol, instead of the experiment's own; see docs/benchmark.md. May be repeated.", panel=_ROWS
+    )
     corruptions: str = option("all", "all, held-out, or names separated by commas.", panel=_ROWS)
     seeds: int = option(3, "Number of seeds: 0, 1, …", least=1, panel=_ROWS)
     limit: int | None = option(None, "Number of images of the data set in each episode.", least=1, panel=_ROWS)
@@ -86,6 +89,7 @@ class BenchOptions(Options):
             self.sweep,
             self.mode,
             self.frechet,
+            self.protocols,
             seeds=tuple(range(self.seeds)),
             limit=self.limit,
             corruptions=choose_names(self.corruptions),

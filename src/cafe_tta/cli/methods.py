@@ -37,7 +37,7 @@ def _show_all() -> None:
 
 
 def _show_one(name: str, kind: type[Adapter]) -> None:
-    print(f"{inspect.getdoc(kind)}\n")
+    print(f"{(inspect.getdoc(kind) or '').partition('>>>')[0].rstrip()}\n")
     show_facts([("method", name), ("needs", kind.needs or "nothing")])
     print()
     table = Table("option", "default", "values", "meaning", box=None, pad_edge=False)

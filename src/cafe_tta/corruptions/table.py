@@ -23,8 +23,8 @@ PRESETS: Final[tuple[str, ...]] = get_args(Preset)
 class Corruption:
     """What it takes to make a corruption."""
 
-    id: int  # part of every random key: never reused or changed, else old results cannot be made again
-    group: str  # its archive of ImageNet-C; `extra` is for validation; any other word for what is not published
+    id: int  # part of every random key: one above the largest; never reused or changed, to reproduce old results
+    group: str  # as published: noise, blur, weather, digital, or extra (the held-out ones); "own" for a new one
     function: str | Callable[..., Any]  # or "module.name" in this package, imported when it is first used
     cifar: Rows
     imagenet: Rows

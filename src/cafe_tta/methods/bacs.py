@@ -103,7 +103,7 @@ class BACS(Adapter):
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         for member in self._members():
             member.counters.batches = self.counters.batches  # what `every` counts by
-        results = [member.answer_or_leave(images) for member in self._members()]
+        results = [member.answer_or_roll_back(images) for member in self._members()]
         reports = [report for _, report in results]
         reasons = "; ".join(dict.fromkeys(report.reason for report in reports if report.reason))
         known = [report.loss for report in reports if report.loss is not None]

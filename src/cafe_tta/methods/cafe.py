@@ -70,16 +70,16 @@ class CAFe(GradientAdapter):
 
     def prepare(self, source: Any) -> None:
         super().prepare(source)
-        self.reference = Reference(self.grouping(source), self.config.eigenvalue_floor, self.config.gate_margin)
+        self.reference = Reference(self.regrouped(source), self.config.eigenvalue_floor, self.config.gate_margin)
         if self.config.gate:
             self.reference.require_calibration()
 
-    def grouping(self, source: SourceStats) -> SourceStats:
+    def regrouped(self, source: SourceStats) -> SourceStats:
         return source
 
     def reset(self) -> None:
         super().reset()
-        self.largest_batch = nn.Buffer(torch.tensor(0))  # of the stream so far
+        self.largest_batch = nn.Buffer(torch.tensor(0))  # the largest batch of the stream so far
         self.gate_open = nn.Buffer(torch.tensor(0))  # batches to adapt to before the gate checks again
         self._set_memory([])
 
@@ -95,7 +95,7 @@ class CAFe(GradientAdapter):
         alignment = self.reference.alignment(features, self.ranks)
         size = self.ranks.count(images)
         threshold = self.reference.threshold(size)
-        if not self.ranks.any(not alignment <= threshold):
+        if not self.ranks.any(not alignment <= threshold):  # NaN counts as far from the source
             reason = f"the batch looks like the source (alignment {alignment:.3g}, at most {threshold:.3g})"
             return logits, Report(size, stepped=False, reason=reason, notes={"alignment": alignment})
         self.gate_open = nn.Buffer(self.gate_open + self.config.gate_patience - 1)

@@ -19,5 +19,5 @@ class CAFeDimwise(CAFe):
 
     name = "cafe-dimwise"
 
-    def grouping(self, source: SourceStats) -> SourceStats:
+    def regrouped(self, source: SourceStats) -> SourceStats:
         return source.dimwise()

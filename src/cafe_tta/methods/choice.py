@@ -17,7 +17,7 @@ _PANEL = "Method"
 
 @dataclass(frozen=True)
 class MethodOptions(Options):
-    """Which method adapts, with which options and which values of the source domain.
+    """Which method adapts, with which options and which values from the source domain.
 
     >>> MethodOptions(method="tent", set=["lr=0.01"]).config().lr
     0.01
@@ -30,8 +30,8 @@ class MethodOptions(Options):
     )
     source: list[str] = option(
         [],
-        "What the method needs of the source domain: a file that `cafe-tta stats` or `cafe-tta train` made, or, for a "
-        "method that needs data, labelled source images such as digits:train. May be repeated.",
+        "What the method needs from the source domain: a file that `cafe-tta stats` or `train` made, or, for a method "
+        "that needs data, labelled source images such as digits:train. May be repeated.",
         panel=_PANEL,
         metavar="FILE",
         aliases=("stats", "histograms", "posterior", "source_data"),
@@ -52,7 +52,7 @@ class MethodOptions(Options):
         """Raises where the method needs source values and none are given: before anything slow is loaded."""
         if self.needs is not None and not self.source:
             how = source.source_kind(self.needs).how_to_make
-            raise ValueError(f"{self.method} needs {self.needs} of the source domain, but `source` is empty; {how}")
+            raise ValueError(f"{self.method} needs {self.needs} from the source domain, but `source` is empty; {how}")
 
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""
@@ -66,7 +66,7 @@ class MethodOptions(Options):
         if self.needs is not None and self.needs not in values:
             how = source.source_kind(self.needs).how_to_make
             raise ValueError(
-                f"{self.method} needs {self.needs} of the source domain, but `source` has {', '.join(values)}; {how}"
+                f"{self.method} needs {self.needs} from the source domain, but `source` has {', '.join(values)}; {how}"
             )
         return values
 

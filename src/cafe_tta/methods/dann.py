@@ -123,11 +123,11 @@ class DANN(GradientAdapter):
         )
         self._start_source(int(tensors["source_batches"]))
 
-    def _keep(self) -> Any:
-        return super()._keep(), self._taken
+    def _backup(self) -> Any:
+        return super()._backup(), self._taken
 
-    def _put_back(self, kept: Any) -> None:
-        super()._put_back(kept[0])
+    def _restore(self, kept: Any) -> None:
+        super()._restore(kept[0])
         if self._taken > kept[1]:  # the source batch of a step that was not taken serves the next one
             self._taken, self._again = kept[1], True
 

@@ -21,9 +21,9 @@ from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
 from cafe_tta.source import Reference, SourceStats
 
 TICK = 2.0  # seconds between two points of the series
-EVENTS = 200  # that are kept
+EVENTS = 200  # events kept
 MOST_OPTED_OUT = 10_000
-MOST_PATIENCE = 8  # factor on the images that must come before the next step, after steps that were refused
+MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
 NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
 NEWCOMERS = ""  # the owner of that share: no camera has this name
 
@@ -66,9 +66,9 @@ class Service:
         self.class_names: tuple[str, ...] | None = None
         self.device = adapter.classifier.head.weight.device
         self._reference = None if source_stats is None else Reference(source_stats, margin=settings.gate_margin)
-        self._lock = threading.RLock()  # of everything but the adaptation; held for moments only
+        self._lock = threading.RLock()  # guards everything except the adaptation; held only briefly
         self._wake = threading.Condition(self._lock)
-        self._stepping = threading.Lock()  # of the adaptation; held for a whole step. Taken before `_lock`, never after
+        self._stepping = threading.Lock()  # guards the adaptation, for a whole step; taken before `_lock`, never after
         self._snapshots = Snapshots(adapter, settings)
         self._adaptation = Adaptation(self._snapshots, settings, self._reference)
         self._buffer = Buffer(settings.buffer_images, settings.per_camera, settings.max_cameras, settings.seed)

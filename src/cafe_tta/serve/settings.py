@@ -13,6 +13,7 @@ from typing import Any, Literal
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.options import combine, describe, did_you_mean, option
+from cafe_tta.source.reference import MARGIN
 
 PREFIX = "CAFE_TTA_SERVE_"
 MEBIBYTE = 2**20
@@ -65,7 +66,7 @@ class Settings(MethodOptions, ModelOptions):
     )
     gate: bool = option(True, "Take no step while the images look like the source.", panel=_ADAPTING)
     gate_margin: float = option(
-        1.5,
+        MARGIN,
         "Factor by which the alignment loss may exceed the largest one of source batches and still look like the "
         "source.",
         panel=_ADAPTING,

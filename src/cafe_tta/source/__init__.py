@@ -1,7 +1,7 @@
 """Everything that is made at the training site, and taken to where the images come in.
 
-`SOURCES` lists every kind of value that a method may need of the source domain. Adding one is a class in a file of its
-own and a line here; `cafe-tta stats`, `adapt`, `bench` and `serve` then make, load and check it by themselves.
+`SOURCES` lists every kind of value that a method may need from the source domain. Adding one is a class in a file of
+its own and a line here; `cafe-tta stats`, `adapt`, `bench` and `serve` then make, load and check it by themselves.
 """
 
 import os

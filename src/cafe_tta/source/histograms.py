@@ -1,4 +1,4 @@
-"""Soft histograms of the source features and logits: what FR needs of the source domain."""
+"""Soft histograms of the source features and logits: what FR needs from the source domain."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""How far a batch is from the source: one object that CAFe, its gate, the server, `bench` and `adapt` all ask.
+"""How far a batch is from the source: one object that CAFe, its gate, the server, `bench` and `adapt` share.
 
 The alignment loss of a batch that really comes from the source is not 0: the mean and covariance of a few samples are
 noisy, and features are not Gaussian. So, when the statistics are made, batches of several sizes are drawn from source
-features, and the largest alignment loss at each size is kept (`calibrate`). It is the threshold, times a margin, above
-which a batch no longer looks like the source; drift is the alignment loss divided by that threshold.
+features, and the largest alignment loss at each size is kept (`calibrate`). That loss times a margin is the threshold
+above which a batch no longer looks like the source; drift is the alignment loss divided by the threshold.
 """
 
 import math
@@ -21,7 +21,7 @@ from cafe_tta.metrics import FrechetReference
 SIZES = (16, 32, 64, 128, 256, 512)  # of the batches that thresholds are measured on
 DRAWS = 16  # batches of each size
 SAMPLES_PER_DIM = 2.0  # small batches are padded as by CAFe's defaults
-MIN_IMAGES = 16  # covariance and threshold mean nothing for fewer
+MIN_IMAGES = 16  # covariance and threshold are meaningless for fewer
 MARGIN = 1.5
 
 
@@ -65,7 +65,7 @@ class Reference(SourceGaussians):
             return self.divergence(ranks.moments(self, features), SAMPLES_PER_DIM).values
 
     def alignment(self, features: Tensor, ranks: Ranks = ALONE) -> float:
-        """The alignment loss L_a: the mean divergence of the groups. Needs no gradient: see `losses.alignment`."""
+        """The alignment loss L_a: the mean divergence of the groups, without gradient (`losses.alignment` has one)."""
         return float(self.divergences(features, ranks).mean())
 
     def frechet(self, features: Tensor) -> float:
@@ -88,7 +88,7 @@ class Reference(SourceGaussians):
 
     @property
     def calibrated(self) -> bool:
-        """Whether the statistics know how source batches look: see `calibrate`."""
+        """Whether the statistics hold thresholds from source batches: see `calibrate`."""
         return bool(self._log_sizes)
 
     def require_calibration(self) -> None:

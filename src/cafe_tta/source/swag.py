@@ -1,4 +1,4 @@
-"""SWAG with a diagonal covariance: the posterior over weights that BACS needs of the source domain.
+"""SWAG with a diagonal covariance: the posterior over weights that BACS needs from the source domain.
 
 Maddox et al., A simple baseline for Bayesian uncertainty in deep learning, NeurIPS 2019. https://arxiv.org/abs/1902.02476
 """

@@ -1,4 +1,4 @@
-"""What a method may need of the source domain: the base class of every kind of source value."""
+"""What a method may need from the source domain: the base class of every kind of source value."""
 
 import os
 from collections.abc import Iterable
@@ -12,8 +12,9 @@ from cafe_tta.classifier import SplitClassifier
 class SourceValue:
     """A value computed at the training site, saved to a file, and loaded where the images come in.
 
-    A subclass sets `kind` and `how_to_make`, writes the methods below, and is added to `cafe_tta.source.SOURCES`;
-    a method asks for it with `needs = kind`. Every command then makes, loads, checks and passes it on.
+    A subclass sets `kind`, `file_kind` and `how_to_make`, writes the methods below, and is added to
+    `cafe_tta.source.SOURCES`; a method asks for it with `needs = kind`. Every command then makes, loads, checks and
+    passes it on. tests/source/test_sources.py has a complete example.
     """
 
     kind: ClassVar[str]  # its key in `SOURCES`, and what methods write in `needs`
@@ -22,7 +23,10 @@ class SourceValue:
 
     @classmethod
     def fit(cls, classifier: SplitClassifier, loader: Iterable[Any]) -> Self:
-        """Computes the value from source images: batches of images, or of (images, labels), that can be reread."""
+        """Computes the value from source images: batches of images, or of (images, labels), that can be reread.
+
+        The batches have labels where the image set has them; a label of -1 is unknown.
+        """
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> int:
@@ -42,7 +46,7 @@ class SourceValue:
     def require(cls, source: Any, classifier: SplitClassifier, method: str) -> None:
         """Raises where `source` is not a value of this kind for this classifier."""
         if source is None:
-            raise ValueError(f"{method} needs {cls.kind} of the source domain, but got none; {cls.how_to_make}")
+            raise ValueError(f"{method} needs {cls.kind} from the source domain, but got none; {cls.how_to_make}")
         if not isinstance(source, cls):
             raise TypeError(f"{method} needs {cls.__name__}, but got {type(source).__name__}; {cls.how_to_make}")
         source.check_belongs_to(classifier)
@@ -54,6 +58,10 @@ class SourceData(SourceValue):
     kind = "data"
     file_kind = ""  # there are no files of it: loaders are passed as they are
     how_to_make = "pass a loader of (images, labels), such as a DataLoader or a list"
+
+    @classmethod
+    def fit(cls, classifier: SplitClassifier, loader: Iterable[Any]) -> Self:
+        raise ValueError(f"there is nothing to compute for {cls.kind!r}; {cls.how_to_make}")
 
     @classmethod
     def require(cls, source: Any, classifier: SplitClassifier, method: str) -> None:

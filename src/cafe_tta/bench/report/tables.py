@@ -238,7 +238,7 @@ def summary_table(column: Column) -> Table:
     images, domains, seeds = column.images[-1], count(len(column.domains), "domain"), count(len(column.seeds), "seed")
     title = f"{column.name}, {column.mode}: {images:,} images, {domains}, {seeds}"
     heads = _method_heads(lines)
-    return sheet.table(title, ("method", "needs of the source"), heads, caption=_caption([column], lines))
+    return sheet.table(title, ("method", "needs from the source"), heads, caption=_caption([column], lines))
 
 
 # Accuracy against the number of groups k, with the size of the largest group, which decides whether k works

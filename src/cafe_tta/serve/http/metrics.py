@@ -17,7 +17,22 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)  # seconds: of the latency histograms
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -35,17 +50,17 @@ class Metrics:
         self.request_seconds = Histogram(
             "cafe_tta_request_seconds",
             "From the first byte of a request to its answer.",
-            buckets=_SECONDS,
+            buckets=_BUCKETS,
             registry=self.registry,
         )
         self.queue_seconds = Histogram(
             "cafe_tta_queue_seconds",
             "How long the oldest request of a batch waited.",
-            buckets=_SECONDS,
+            buckets=_BUCKETS,
             registry=self.registry,
         )
         self.batch_seconds = Histogram(
-            "cafe_tta_batch_seconds", "How long the model took for a batch.", buckets=_SECONDS, registry=self.registry
+            "cafe_tta_batch_seconds", "How long the model took for a batch.", buckets=_BUCKETS, registry=self.registry
         )
         self.batch_images = Histogram(
             "cafe_tta_batch_images", "Images of a batch.", buckets=_IMAGES, registry=self.registry
