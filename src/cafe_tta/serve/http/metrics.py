@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Buckets of the latency histograms, in seconds, and of the batch sizes, in images.
 _BUCKETS = (
     0.001,
     0.0025,
@@ -32,7 +33,7 @@ _BUCKETS = (
     5.0,
     10.0,
     30.0,
-)  # seconds: of the latency histograms
+)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
