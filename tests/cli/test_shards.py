@@ -106,7 +106,7 @@ def test_shards_of_something_else_are_refused(made, tmp_path):
         first, tmp_path / "other"
     )
     make_shard(made, 2, 2, tmp_path / "shifted", "--mean", "0.5,0.5,0.5")
-    assert "preprocessing=" in refused(first, tmp_path / "shifted")
+    assert "preprocessing.mean=[0.3, 0.3, 0.3] there" in refused(first, tmp_path / "shifted")
     make_shard(made, 2, 3, tmp_path / "third")
     assert "is one of 2 shards, but" in refused(first, tmp_path / "third")
 
