@@ -276,7 +276,8 @@ garbage = st.tuples(
 def test_malformed_requests_are_never_the_servers_failure(client, request):
     content, headers = request
     answer = client.post(INFER, content=content, headers=headers)
-    assert answer.status_code in (200, 400, 413, 415), answer.text
+    expected = (200, 400, 413, 415, *((504,) if b'"timeout"' in content else ()))  # it may ask for too little time
+    assert answer.status_code in expected, answer.text
     if answer.status_code != 200:
         assert list(answer.json()) == ["error"]
 
