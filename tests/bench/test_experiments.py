@@ -100,3 +100,10 @@ def test_neither_drawing_nor_models_are_loaded_before_they_are_needed():
     heavy = ("matplotlib", "timm", "torchvision", "cv2")
     code = f"import cafe_tta.bench, sys; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_an_experiment_runs_under_other_protocols_by_name():
+    assert plan("mixed", "digits", "source", protocols=["continual", "clean"]).protocols == ("continual", "clean")
+    assert plan("mixed", "digits", "source").protocols == ("all-mixed",)
+    with pytest.raises(ValueError, match=r"unknown protocol 'continous'; did you mean 'continual'\?; choose from: "):
+        plan("mixed", "digits", "source", protocols=["continous"])
