@@ -16,6 +16,8 @@ VARIANTS = [
     ("cafe", {"answer": "after-eval"}),
     ("cafe", {"normalisation": "source"}),
     ("cafe", {"normalisation": "blend", "answer": "after"}),
+    ("cafe", {"normalisation": "unmix"}),
+    ("cafe-plus", {"normalisation": "unmix", "answer": "after-eval"}),
     ("cafe", {"parameters": "norm"}),
     ("cafe", {"samples_per_dim": 20}),
     ("cafe", {"samples_per_dim": 20, "memory": False}),
@@ -44,7 +46,7 @@ def test_method_keeps_the_contract(check, variant, source):
     check(make_adapter, source.corrupted)
 
 
-@pytest.mark.parametrize("name", [name for name in cafe.METHODS if name != "adabn"])
+@pytest.mark.parametrize("name", [name for name in cafe.METHODS if name not in ("adabn", "unmix")])
 @pytest.mark.parametrize("check", checks.ALL, ids=lambda check: check.__name__)
 def test_method_keeps_the_contract_without_batchnorm(check, name, source_without_batchnorm):
     source = source_without_batchnorm

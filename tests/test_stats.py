@@ -150,7 +150,7 @@ def test_source_stats_survive_a_file(source, tmp_path):
 
 
 def test_file_holds_only_what_the_target_site_needs(source, tmp_path):
-    """Mean, groups and blocks: never the whole covariance, unless asked for."""
+    """Mean, groups, blocks and the statistics of styles: never the whole covariance, unless asked for."""
     from safetensors import safe_open
 
     path = tmp_path / "stats.safetensors"
@@ -158,7 +158,8 @@ def test_file_holds_only_what_the_target_site_needs(source, tmp_path):
     stats.save(path)
     with safe_open(path, "pt") as file:
         values = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert values == 12 + 4 + 12 + sum(len(dims) ** 2 for dims in stats.groups)
+    styles = len(stats.styles.mean)
+    assert values == 12 + 4 + 12 + sum(len(dims) ** 2 for dims in stats.groups) + styles + styles**2 + 1
 
 
 @pytest.mark.parametrize("position", [0.2, 0.5, 0.99])

@@ -37,6 +37,8 @@ from cafe_tta.methods import SourceOnly as SourceOnly
 from cafe_tta.methods import T3AConfig as T3AConfig
 from cafe_tta.methods import Tent as Tent
 from cafe_tta.methods import TentConfig as TentConfig
+from cafe_tta.methods import Unmix as Unmix
+from cafe_tta.methods import UnmixConfig as UnmixConfig
 from cafe_tta.methods import create as create
 from cafe_tta.source import SOURCES as SOURCES
 from cafe_tta.source import FeatureStats as FeatureStats

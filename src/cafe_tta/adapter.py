@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
 from cafe_tta.distributed import RankError, Ranks, here
-from cafe_tta.normalisation import Normaliser
+from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
 from cafe_tta.source import source_kind
+from cafe_tta.unmixing import MAX_CLUSTERS, PRIOR, THRESHOLD, Unmixer
 
 if TYPE_CHECKING:
     from cafe_tta.distributed.synchronised import Lockstep
@@ -134,6 +135,20 @@ class Adapter(nn.Module):
         """Keeps what the method needs from the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
+    def unmixer(self, source: Any, window: float) -> Unmixer:
+        """What normalises each image with those that are corrupted like it; needs the styles of the source images."""
+        layers, styles = batchnorm_layers(self.classifier), getattr(source, "styles", None)
+        if styles is None:
+            raise ValueError(
+                "normalisation='unmix' needs the styles of the source images, but got none; pass SourceStats that were "
+                "made with this release by FeatureStats.fit(classifier, source_loader).group() or `cafe-tta stats`"
+            )
+        if not layers:
+            raise ValueError("normalisation='unmix' needs BatchNorm layers, but this classifier has none")
+        if self.ranks.size > 1:
+            raise ValueError("normalisation='unmix' adapts in one process, but this one is a rank of several")
+        return Unmixer(layers, styles, prior=PRIOR, window=window, threshold=THRESHOLD, max_clusters=MAX_CLUSTERS)
+
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""
         raise NotImplementedError
@@ -170,7 +185,10 @@ class Adapter(nn.Module):
     def _adapt(self, images: Tensor) -> tuple[Tensor, Report]:
         # Callers sit in no_grad() or inference_mode(): they only want predictions.
         with torch.inference_mode(False), torch.enable_grad():
-            return self.answer_or_roll_back(images.clone() if images.is_inference() else images.detach())
+            logits, report = self.answer_or_roll_back(images.clone() if images.is_inference() else images.detach())
+        if self.normaliser.unmixer is not None:
+            report = replace(report, notes={**report.notes, **self.normaliser.unmixer.notes()})
+        return logits, report
 
     def answer_or_roll_back(self, images: Tensor) -> tuple[Tensor, Report]:
         """Answers; where that fails or the step is refused, everything is rolled back."""
@@ -199,19 +217,25 @@ class Adapter(nn.Module):
     def source_weights(self) -> Iterator[None]:
         """The source classifier inside the block; afterwards the adapted one is back."""
         learnt = {tensor: tensor.data for tensor in self.changing().values()}
+        unmixer = self.normaliser.unmixer
         try:
             for name, tensor in self.changing().items():
                 tensor.data = self._source_state[name].to(tensor)
+            if unmixer is not None:
+                unmixer.enabled = False
             yield
         finally:
             for tensor, values in learnt.items():
                 tensor.data = values
+            if unmixer is not None:
+                unmixer.enabled = True
 
     def reset(self) -> None:
         """Forgets every image: bit for bit the source classifier again."""
         with torch.no_grad():
             for name, tensor in self.changing().items():
                 tensor.copy_(self._source_state[name])
+        self.normaliser.reset()
         self.counters = Counters()
         self.report = None
 
@@ -250,6 +274,7 @@ class Adapter(nn.Module):
     def state(self) -> dict[str, Tensor]:
         """All tensors that adapting changes: of the classifier, and the adapter's own buffers."""
         own = {f"adapter.{name}": buffer for name, buffer in self._own_buffers().items()}
+        own |= {f"normaliser.{name}": tensor for name, tensor in self.normaliser.memory.items()}
         return {f"classifier.{name}": tensor for name, tensor in self.changing().items()} | own
 
     def check_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -258,6 +283,9 @@ class Adapter(nn.Module):
             found = tensors.get(f"classifier.{name}")
             if found is None or found.shape != tensor.shape:
                 raise ValueError(f"the state has no `{name}` of shape {tuple(tensor.shape)}")
+        for name, tensor in self.normaliser.memory.items():
+            if f"normaliser.{name}" not in tensors or tensors[f"normaliser.{name}"].shape != tensor.shape:
+                raise ValueError(f"the state has no `{name}` of shape {tuple(tensor.shape)} for its normalisation")
         for name in self._own_buffers():  # these may grow, so any shape is fine
             if f"adapter.{name}" not in tensors:
                 raise ValueError(f"the state has no `{name}`")
@@ -269,6 +297,10 @@ class Adapter(nn.Module):
                 tensor.copy_(tensors[f"classifier.{name}"])
             for name, buffer in self._own_buffers().items():
                 setattr(self, name, tensors[f"adapter.{name}"].to(buffer))  # may have grown: takes the saved shape
+            memory = self.normaliser.memory
+            self.normaliser.memory = {
+                name: tensors[f"normaliser.{name}"].to(old).clone() for name, old in memory.items()
+            }
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """What the method itself remembers of the stream. Constants are kept in buffers that are not persistent."""
@@ -282,7 +314,7 @@ class Adapter(nn.Module):
     def _backup(self) -> Any:
         """What a forward pass may change before the step is accepted: statistics and own buffers, not the weights."""
         statistics = [(t, t.clone()) for t in self.changing().values() if not t.requires_grad]
-        return statistics, self._own_buffers()
+        return statistics, self._own_buffers(), self.normaliser.memory
 
     def _restore(self, kept: Any) -> None:
         with torch.no_grad():
@@ -290,6 +322,7 @@ class Adapter(nn.Module):
                 tensor.copy_(value)
         for name, buffer in kept[1].items():
             setattr(self, name, buffer)
+        self.normaliser.memory = kept[2]
 
     # Guards
 
@@ -329,6 +362,7 @@ class Adapter(nn.Module):
             features, logits = self.run(self.ranks.stand_in(images))
             return features[:0], logits[:0]
         try:
+            self.normaliser.look(images)
             return self.classifier.features_and_logits(images)
         except (torch.OutOfMemoryError, RankError):
             raise

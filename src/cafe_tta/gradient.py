@@ -33,7 +33,13 @@ class StepConfig(AdapterConfig):
     )
     normalisation: Normalisation = option(
         "batch",
-        "What BatchNorm normalises with while adapting: the batch (the paper), the source's statistics, or a blend.",
+        "What BatchNorm normalises with while adapting: the batch (the paper), the source's statistics, a blend, or, "
+        "for each image, the images of the stream that are corrupted like it (unmix).",
+    )
+    unmix_window: int = option(
+        320,
+        "Images that a cluster's statistics average over, for normalisation=unmix: fewer follow moving weights.",
+        least=1,
     )
     blend: float = option(0.5, "Weight of the batch's statistics, for normalisation=blend.", least=0, most=1)
     answer: Literal["before", "after", "after-eval"] = option(
@@ -102,7 +108,10 @@ class GradientAdapter(Adapter):
 
     def prepare(self, source: Any) -> None:
         kind, weight = self.config.normalisation, self.config.blend
-        self.normaliser = Normaliser(self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm)
+        unmixer = self.unmixer(source, self.config.unmix_window) if kind == "unmix" else None
+        self.normaliser = Normaliser(
+            self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm, unmixer=unmixer
+        )
         moving = self.moving()
         if not moving:
             raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")

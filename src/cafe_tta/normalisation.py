@@ -1,5 +1,6 @@
-"""What the BatchNorm layers of a classifier normalise with while it adapts: the batch, the source, or a blend."""
+"""What the BatchNorm layers of a classifier normalise with: the batch, the source, a blend, or images like each one."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -8,9 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import channels
 from cafe_tta.distributed import ALONE, Ranks
+from cafe_tta.unmixing import Unmixer
 
-Normalisation = Literal["batch", "source", "blend"]
-NORMALISATIONS = ("batch", "source", "blend")
+Normalisation = Literal["batch", "source", "blend", "unmix"]
 NORM_LAYERS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -29,8 +30,9 @@ class Normaliser:
 
     `batch`: normalise with the batch and let the running statistics follow it (the paper). `source`: statistics stay as
     trained. `blend`: (1 - w)·source + w·batch, with a fixed weight w, or w = n / (prior + n) for a batch of n images;
-    the running statistics follow the blend. Evaluating always uses the running statistics. Only BatchNorm is ever in
-    training mode: dropout stays off.
+    the running statistics follow the blend. `unmix`: each image is normalised with the images of the stream that are
+    corrupted like it, also when evaluating (see `unmixing`). With the others, evaluating uses the running statistics.
+    Only BatchNorm is ever in training mode: dropout stays off.
 
     Where several ranks adapt as one, the batch is that of all ranks; unless `shared` is off: then each rank normalises
     with its own images, and the running statistics are averaged over the ranks.
@@ -44,8 +46,10 @@ class Normaliser:
         prior: float | None = None,
         ranks: Ranks = ALONE,
         shared: bool = True,
+        unmixer: Unmixer | None = None,
     ) -> None:
         self.kind = kind
+        self.unmixer = unmixer
         self.weight = weight
         self.prior = prior
         self.layers = batchnorm_layers(classifier)
@@ -65,8 +69,8 @@ class Normaliser:
 
     @property
     def uses_batch(self) -> bool:
-        """Whether the answer for an image depends on the images beside it."""
-        return self.kind != "source" and bool(self.layers)
+        """Whether BatchNorm normalises with the batch, and its running statistics follow."""
+        return self.kind in ("batch", "blend") and bool(self.layers)
 
     def adapting(self, update: bool = True) -> None:
         """The next pass normalises as `kind` says; running statistics follow it, unless `update` is off."""
@@ -82,7 +86,27 @@ class Normaliser:
     def evaluating(self) -> None:
         """The next pass normalises with the running statistics."""
         self._classifier.eval()
-        self.blending = self._to_average = False
+        self.blending = self._to_average = self.updating = False
+
+    def look(self, images: Tensor) -> None:
+        """Is shown the images of every pass before it begins."""
+        if self.unmixer is not None:
+            self.unmixer.look(images, self.updating)
+
+    def reset(self) -> None:
+        """Forgets the stream, but for the running statistics, which the classifier has."""
+        if self.unmixer is not None:
+            self.unmixer.reset()
+
+    @property
+    def memory(self) -> Mapping[str, Tensor]:
+        """What it remembers of the stream beside the running statistics: replaced by every pass, never changed."""
+        return {} if self.unmixer is None else self.unmixer.memory
+
+    @memory.setter
+    def memory(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.unmixer is not None:
+            self.unmixer.memory = dict(tensors)
 
     def average_statistics(self) -> None:
         """Averages the running statistics of ranks that normalised separately, after a pass and its backward pass."""

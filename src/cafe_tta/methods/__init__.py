@@ -25,6 +25,8 @@ from cafe_tta.methods.t3a import T3A as T3A
 from cafe_tta.methods.t3a import T3AConfig as T3AConfig
 from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
+from cafe_tta.methods.unmix import Unmix as Unmix
+from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
 from cafe_tta.options import describe, did_you_mean, require_known
 
 METHODS: dict[str, type[Adapter]] = {
@@ -39,6 +41,7 @@ METHODS: dict[str, type[Adapter]] = {
     "cafe-dimwise": CAFeDimwise,
     "cafe": CAFe,
     "cafe-plus": CAFePlus,
+    "unmix": Unmix,
     "dann": DANN,
 }
 

@@ -17,8 +17,8 @@ from cafe_tta.distributed import Job
 from cafe_tta.source.stats import FORMAT_VERSION, FeatureStats
 
 _WORDS = {"data": "other images"}  # for differences
-# What ranks send, in this order.
-_TENSORS = (("mean", torch.float64), ("cov", torch.float64), ("sample", torch.float32), ("keys", torch.float32))
+# What ranks send.
+_KINDS = {"mean": torch.float64, "cov": torch.float64, "sample": torch.float32, "keys": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,12 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
     import torch.distributed as dist
 
     stats = part.stats
-    values = () if stats is None else (stats.mean, stats.cov, stats.sample, stats.keys)
-    tensors = [tensor.contiguous() for tensor in values if tensor is not None]
+    tensors = {} if stats is None else {name: tensor.contiguous() for name, tensor in stats.tensors().items()}
     header = {
         "whole": whole,
         "meta": part.meta,
         "count": 0 if stats is None else stats.count,
-        "shapes": [list(tensor.shape) for tensor in tensors],
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "unreadable": [[item.index, item.name, item.why] for item in part.unreadable],
     }
     job.publish(f"part {job.rank}", header)
@@ -175,8 +174,8 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
         yield part
         for rank, theirs in enumerate(headers[1:], start=1):
             received = {
-                name: torch.zeros(shape, dtype=kind)
-                for (name, kind), shape in zip(_TENSORS, theirs["shapes"], strict=False)
+                name: torch.zeros(shape, dtype=_KINDS[name.rpartition(".")[2]])
+                for name, shape in theirs["shapes"].items()
             }
             for tensor in received.values():
                 dist.recv(tensor, rank)
@@ -185,7 +184,7 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
 
     with job.process_group("gloo"):  # the sums are on the CPU, wherever the features were computed
         if job.rank:
-            for tensor in tensors:
+            for tensor in tensors.values():
                 dist.send(tensor, 0)
             return None
         merged = _merged(receive(), [f"rank {rank}" for rank in range(job.world)])

@@ -19,6 +19,7 @@ from cafe_tta.classifier import (
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.source.reference import calibrate
 from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
 FORMAT_VERSION = 1
 BLOCK = 256  # columns of the covariance that are accumulated together
@@ -41,6 +42,7 @@ class FeatureStats:
     meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights
     sample: Tensor | None = None  # (n, D) reservoir sample of the features: stays at the training site too
     keys: Tensor | None = None  # (n,) random keys of the sample, ascending: the n smallest of the whole data set
+    styles: "FeatureStats | None" = None  # of the images' style descriptors, with the same sample: see `styles`
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
@@ -76,7 +78,7 @@ class FeatureStats:
         Merged parts have the same reservoir sample as the whole.
         """
         require_classifier(classifier)
-        sums = FeatureSums(start)
+        sums, styles = FeatureSums(start), FeatureSums(start)
         weights = next(classifier.parameters())
         with torch.no_grad(), evaluating(classifier):
             for number, batch in enumerate(loader):
@@ -88,7 +90,12 @@ class FeatureStats:
                         "look for damaged images or weights"
                     )
                 sums.add(features)
-        return _from_sums(sums, classifier.identity()) if sums.count else None
+                if images.dim() == 4 and min(images.shape[2:]) >= SMALLEST_SIDE:
+                    styles.add(describe(images))
+        if not sums.count:
+            return None
+        own = _from_sums(styles, {}) if styles.count == sums.count else None
+        return replace(_from_sums(sums, classifier.identity()), styles=own)
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -104,7 +111,10 @@ class FeatureStats:
             delta = other.mean - merged.mean  # (D,)
             cov = (1 - share) * merged.cov + share * other.cov + share * (1 - share) * torch.outer(delta, delta)
             sample, keys = _join_samples(merged, other)
-            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample, keys)
+            styles = None
+            if merged.styles is not None and other.styles is not None:
+                styles = FeatureStats.merge(merged.styles, other.styles)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample, keys, styles)
         return merged
 
     def group(
@@ -131,7 +141,9 @@ class FeatureStats:
             "dead_dims": dead,
         }
         covs = tuple(self.cov[dims][:, dims] for dims in groups)
-        source = SourceStats(self.mean, groups, covs, meta, full_cov=self.cov if keep_full else None)
+        own = self.styles
+        styles = None if own is None else StyleStats.calibrated(own.mean, own.cov, own.sample)
+        source = SourceStats(self.mean, groups, covs, meta, self.cov if keep_full else None, styles)
         if self.sample is None:
             return source
         return replace(source, meta=meta | {"alignment": calibrate(self.sample, source)})
@@ -143,9 +155,14 @@ class FeatureStats:
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
         meta = {**self.meta, "count": self.count}
-        tensors = {"mean": self.mean, "cov": self.cov, "sample": self.sample, "keys": self.keys}
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return storage.write(path, "feature-stats", FORMAT_VERSION, present, meta)
+        return storage.write(path, "feature-stats", FORMAT_VERSION, self.tensors(), meta)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file of the statistics holds."""
+        own = {"mean": self.mean, "cov": self.cov, "sample": self.sample, "keys": self.keys}
+        styles = {} if self.styles is None else self.styles.tensors()
+        own |= {f"styles.{name}": tensor for name, tensor in styles.items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "FeatureStats":
@@ -161,7 +178,10 @@ class FeatureStats:
         """The statistics from the tensors and metadata of a file."""
         own = {name: value for name, value in meta.items() if name != "count"}
         sample, keys = tensors.get("sample"), tensors.get("keys")
-        return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys)
+        start = "styles."
+        part = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        styles = FeatureStats.from_file(part, {"count": meta["count"]}) if part else None
+        return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys, styles)
 
 
 @dataclass(frozen=True)
@@ -183,6 +203,7 @@ class SourceStats(SourceValue):
     covs: Sequence[Tensor]  # K blocks, (d, d) each
     meta: Mapping[str, Any] = field(default_factory=dict)
     full_cov: Tensor | None = None  # (D, D), only when asked for
+    styles: StyleStats | None = None  # of the source images; files made before version 0.2 have none
 
     @classmethod
     def fit(
@@ -252,7 +273,10 @@ class SourceStats(SourceValue):
         groups = tensors["dims"].split(tensors["sizes"].tolist())
         blocks = tensors["covs"].split([len(dims) ** 2 for dims in groups])
         covs = tuple(block.reshape(len(dims), len(dims)) for dims, block in zip(groups, blocks, strict=True))
-        return cls(tensors["mean"], groups, covs, meta, full_cov=tensors.get("full_cov"))
+        styles = None
+        if "styles.mean" in tensors:
+            styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"], float(tensors["styles.radius"]))
+        return cls(tensors["mean"], groups, covs, meta, tensors.get("full_cov"), styles)
 
     def _tensors(self) -> dict[str, Tensor]:
         # One long vector for all the groups: hundreds of named tensors would cost more in names than in numbers.
@@ -264,6 +288,9 @@ class SourceStats(SourceValue):
         }
         if self.full_cov is not None:
             tensors["full_cov"] = self.full_cov
+        if self.styles is not None:
+            radius = torch.tensor(self.styles.radius, dtype=torch.float64)
+            tensors |= {"styles.mean": self.styles.mean, "styles.cov": self.styles.cov, "styles.radius": radius}
         return tensors
 
 

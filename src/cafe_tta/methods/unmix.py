@@ -1,0 +1,57 @@
+"""Unmix: every image is normalised with the images of the stream that are corrupted like it. No gradient step.
+
+Not in the paper. Related: Tomar et al., Un-mixing test-time normalization statistics, ICLR 2024
+(https://arxiv.org/abs/2401.08328); Schneider et al., Improving robustness against common corruptions, 2020
+(https://arxiv.org/abs/2006.16971), for the source as a prior of the statistics.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.normalisation import Normaliser
+from cafe_tta.options import option
+
+
+@dataclass(frozen=True)
+class UnmixConfig(AdapterConfig):
+    """Options of Unmix.
+
+    >>> UnmixConfig().window
+    2048
+    """
+
+    window: int = option(2048, "Images that the statistics of a cluster average over.", least=1)
+
+
+class Unmix(Adapter):
+    """Clusters the images by how they are corrupted, and normalises each with its own cluster: no gradient step.
+
+    >>> from torch import nn
+    >>> from cafe_tta import FeatureStats, split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(768, 3)))
+    >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 16, 16)]).group()
+    >>> adapter = Unmix(classifier, source)
+    >>> adapter(torch.rand(8, 3, 16, 16)).shape, adapter.report.notes["clusters"]
+    (torch.Size([8, 3]), 1.0)
+    """
+
+    name = "unmix"
+    needs = "stats"
+    Config = UnmixConfig
+    config: UnmixConfig
+    presets: ClassVar = {"cifar": UnmixConfig(), "imagenet": UnmixConfig(batch_size=64)}
+
+    def prepare(self, source: Any) -> None:
+        self.normaliser = Normaliser(self.classifier, "unmix", unmixer=self.unmixer(source, self.config.window))
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        with torch.no_grad():
+            self.normaliser.adapting()
+            features, logits = self.run(images)
+            if reason := self.why_unusable(features):
+                return logits, Report(len(images), stepped=False, refused=True, reason=reason)
+            return logits, Report(len(images), stepped=True)
