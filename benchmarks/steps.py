@@ -18,6 +18,7 @@ import cafe_tta as cafe
 from cafe_tta import models
 from cafe_tta.normalisation import batchnorm_layers
 from cafe_tta.source.swag import Posterior, PosteriorMember
+from cafe_tta.styles import StyleStats
 
 
 def main() -> None:
@@ -57,6 +58,7 @@ def main() -> None:
         "bacs, one member": create("bacs", classifier, posterior),
         "tent": create("tent", classifier),
         "adabn": create("adabn", classifier),
+        "unmix": create("unmix", classifier, source),
         "t3a": create("t3a", classifier),
         "cafe, gate closed": gated,
         "cafe, parameters=norm": create("cafe", classifier, source, parameters="norm"),
@@ -81,6 +83,7 @@ def main() -> None:
         ("tent", "plain step, BatchNorm parameters", "≤ 1.05"),
         ("adabn", "forward", "≤ 1.05"),
         ("adabn", "forward, normalised with the batch", ""),
+        ("unmix", "forward", "≤ 1.10"),
         ("t3a", "forward", "≤ 1.1"),
         ("fr", "plain step", "≤ 1.15"),
         ("bacs, one member", "plain step", "≤ 1.15"),
@@ -108,7 +111,9 @@ def made_up_groups(stats: cafe.FeatureStats, num_groups: int) -> cafe.SourceStat
     groups = torch.arange(dims).split(sizes.tolist())
     cov = stats.cov + 1e-3 * torch.eye(dims, dtype=torch.float64)
     known = {"alignment": {"largest": {"16": 1.0, "512": 0.5}}}
-    return cafe.SourceStats(stats.mean, groups, [cov[g][:, g] for g in groups], {**stats.meta, **known})
+    styles = StyleStats.calibrated(stats.styles.mean, stats.styles.cov, stats.styles.sample)
+    blocks = [cov[g][:, g] for g in groups]
+    return cafe.SourceStats(stats.mean, groups, blocks, {**stats.meta, **known}, styles=styles)
 
 
 def around(classifier: cafe.SplitClassifier) -> PosteriorMember:

@@ -17,7 +17,7 @@ from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
 from cafe_tta.source import source_kind
-from cafe_tta.unmixing import MAX_CLUSTERS, PRIOR, THRESHOLD, Unmixer
+from cafe_tta.unmixing import PRIOR, THRESHOLD, Unmixer
 
 if TYPE_CHECKING:
     from cafe_tta.distributed.synchronised import Lockstep
@@ -135,7 +135,7 @@ class Adapter(nn.Module):
         """Keeps what the method needs from the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
-    def unmixer(self, source: Any, window: float) -> Unmixer:
+    def unmixer(self, source: Any, window: float, prior: float = PRIOR, threshold: float = THRESHOLD) -> Unmixer:
         """What normalises each image with those that are corrupted like it; needs the styles of the source images."""
         layers, styles = batchnorm_layers(self.classifier), getattr(source, "styles", None)
         if styles is None:
@@ -147,7 +147,7 @@ class Adapter(nn.Module):
             raise ValueError("normalisation='unmix' needs BatchNorm layers, but this classifier has none")
         if self.ranks.size > 1:
             raise ValueError("normalisation='unmix' adapts in one process, but this one is a rank of several")
-        return Unmixer(layers, styles, prior=PRIOR, window=window, threshold=THRESHOLD, max_clusters=MAX_CLUSTERS)
+        return Unmixer(layers, styles, prior=prior, window=window, threshold=threshold)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""

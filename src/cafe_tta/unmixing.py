@@ -41,7 +41,7 @@ class Unmixer:
         prior: float,
         window: float,
         threshold: float,
-        max_clusters: int,
+        max_clusters: int = MAX_CLUSTERS,
     ) -> None:
         if not styles.radius > 0:
             raise ValueError(

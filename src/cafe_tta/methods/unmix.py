@@ -14,6 +14,7 @@ from torch import Tensor
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.normalisation import Normaliser
 from cafe_tta.options import option
+from cafe_tta.unmixing import PRIOR, THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class UnmixConfig(AdapterConfig):
     """
 
     window: int = option(2048, "Images that the statistics of a cluster average over.", least=1)
+    prior: float = option(PRIOR, "N: images of the source in the statistics of every cluster.", above=0)
+    threshold: float = option(
+        THRESHOLD,
+        "An image opens a cluster if it is farther from every centre than this multiple of a source image's usual "
+        "distance from the mean style.",
+        above=0,
+    )
 
 
 class Unmix(Adapter):
@@ -46,7 +54,9 @@ class Unmix(Adapter):
     presets: ClassVar = {"cifar": UnmixConfig(), "imagenet": UnmixConfig(batch_size=64)}
 
     def prepare(self, source: Any) -> None:
-        self.normaliser = Normaliser(self.classifier, "unmix", unmixer=self.unmixer(source, self.config.window))
+        config = self.config
+        unmixer = self.unmixer(source, config.window, config.prior, config.threshold)
+        self.normaliser = Normaliser(self.classifier, "unmix", unmixer=unmixer)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         with torch.no_grad():
