@@ -43,8 +43,8 @@ class Unmix(Adapter):
     >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(768, 3)))
     >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 16, 16)]).group()
     >>> adapter = Unmix(classifier, source)
-    >>> adapter(torch.rand(8, 3, 16, 16)).shape, adapter.report.notes["clusters"]
-    (torch.Size([8, 3]), 1.0)
+    >>> adapter(torch.rand(8, 3, 16, 16)).shape, adapter.report.notes["clusters"] >= 1
+    (torch.Size([8, 3]), True)
     """
 
     name = "unmix"

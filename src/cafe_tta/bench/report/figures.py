@@ -30,8 +30,8 @@ from cafe_tta.methods import METHODS
 
 BLUE, VERMILION, GREY, BLACK = "#0072B2", "#D55E00", "#8A8A8A", "#000000"
 # Okabe and Ito's palette; its yellow is darker, for white paper.
-COLOURS = ("#56B4E9", "#009E73", "#CC79A7", BLUE, "#C9B400", "#E69F00", VERMILION)
-_FAMILY_MARKERS = "osD^vh*"  # of the first member of each family, so that colour is never the only difference
+COLOURS = ("#56B4E9", "#009E73", "#CC79A7", BLUE, "#C9B400", "#E69F00", VERMILION, "#8C564B")
+_FAMILY_MARKERS = "osD^vh*<"  # of the first member of each family, so that colour is never the only difference
 _MEMBER_MARKERS = "PXpdhH8*"
 _TICK: Any = {"marker": "|", "markersize": 13, "markeredgewidth": 2, "color": "0.45"}
 _RC: Any = {
