@@ -89,7 +89,7 @@ class SourceSide:
         path = self.folder / "feature-stats.safetensors"
         if path.exists():
             stats = FeatureStats.load(path)
-            if stats.count == len(self.indices):
+            if stats.count == len(self.indices) and stats.styles is not None:  # files of version 0.1 have no styles
                 stats.check_belongs_to(self.classifier)
                 return stats
         self.say(f"computing statistics of {len(self.indices)} source images")
@@ -116,7 +116,8 @@ class SourceSide:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
             if path.exists():
                 source = SourceStats.load(path)
-                if source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed:
+                same = source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed
+                if same and source.styles is not None:
                     source.check_belongs_to(self.classifier)
                     self._groups[num_groups] = source
                     return source
