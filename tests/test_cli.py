@@ -166,6 +166,11 @@ def test_every_method_runs(name, mode, made, tmp_path):
     assert len(predictions(tmp_path / "out")) == 60  # the last batch is a single image
 
 
+def test_a_method_that_needs_nothing_may_unmix_with_statistics(made, tmp_path):
+    adapt(made, tmp_path / "out", "--method", "tent", "--set", "normalisation=unmix", "--measure", 0)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["options"]["normalisation"] == "unmix"
+
+
 def test_labels_never_change_an_answer(made, tmp_path):
     (tmp_path / "flat").mkdir()
     for path in (made / "photos").rglob("*.png"):

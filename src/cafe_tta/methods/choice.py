@@ -72,7 +72,7 @@ class MethodOptions(Options):
 
     def adapter(self, model: Model, sources: dict[str, Any], config: AdapterConfig | None = None) -> Adapter:
         """The adapter of the model."""
-        needed = None if self.needs is None else sources[self.needs]
+        needed = sources.get(self.needs or "stats")  # statistics are optional: for `normalisation=unmix`
         return method(self.method)(model.classifier, needed, config or self.config())
 
 
