@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
+from cafe_tta.clusters import THRESHOLD
 from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
 from cafe_tta.source import source_kind
-from cafe_tta.unmixing import PRIOR, THRESHOLD, Unmixer
+from cafe_tta.unmixing import PRIOR, Unmixer
 
 if TYPE_CHECKING:
     from cafe_tta.distributed.synchronised import Lockstep
@@ -145,9 +146,7 @@ class Adapter(nn.Module):
             )
         if not layers:
             raise ValueError("normalisation='unmix' needs BatchNorm layers, but this classifier has none")
-        if self.ranks.size > 1:
-            raise ValueError("normalisation='unmix' adapts in one process, but this one is a rank of several")
-        return Unmixer(layers, styles, prior=prior, window=window, threshold=threshold)
+        return Unmixer(layers, styles, window=window, prior=prior, threshold=threshold, ranks=self.ranks)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""

@@ -1,6 +1,6 @@
 """The style of an image: how it is corrupted, as opposed to what it shows.
 
-A descriptor of some sixty numbers (colours, contrast, high-pass energies at several scales, the radial spectrum, block
+A descriptor of some fifty numbers (colours, contrast, high-pass energies at several scales, the radial spectrum, block
 edges) is whitened by the covariance that it has over clean source images. Directions in which clean images hardly vary
 are then long: they are the directions of corruption, and the content of the image hardly shows. The length r of the
 whitened vector is compressed to log(1 + r), so that a few extreme images do not decide everything.
@@ -18,7 +18,7 @@ LEVELS = 3  # scales of the high-pass energies: full, half and quarter size
 BANDS = 12  # of the radial spectrum
 BLOCKS = (8, 4, 2)  # pixels between the block edges that are looked for
 SMALLEST_SIDE = 9  # pixels: a smaller image has no edges between blocks of 8
-EIGENVALUE_FLOOR = 1e-3  # of the descriptor's covariance, as a share of its largest eigenvalue
+EIGENVALUE_FLOOR = 1e-2  # of the descriptor's correlations, as a share of the largest eigenvalue
 
 
 def describe(images: Tensor) -> Tensor:
@@ -100,23 +100,37 @@ def _spectrum(grey: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StyleStats:
-    """Mean and covariance of the style descriptor over source images, and how far they typically are from the mean."""
+    """Mean and covariance of the style descriptor over source images.
+
+    >>> stats = StyleStats(torch.zeros(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]))
+    >>> stats.embed(torch.tensor([[6.0, 0.0], [0.0, 3.0]])).norm(dim=1)  # both are three standard deviations away
+    tensor([1.3863, 1.3863], dtype=torch.float64)
+    """
 
     mean: Tensor  # (S,) float64
     cov: Tensor  # (S, S) float64
-    radius: float = 0.0  # median length of the embedded descriptor of a source image; 0 where it is not known
-
-    @staticmethod
-    def calibrated(mean: Tensor, cov: Tensor, sample: Tensor | None) -> "StyleStats":
-        """The statistics, with the radius of a sample of descriptors (n, S)."""
-        stats = StyleStats(mean, cov)
-        radius = 0.0 if sample is None or not len(sample) else float(stats.embed(sample.double()).norm(dim=1).median())
-        return StyleStats(mean, cov, radius)
 
     @cached_property
     def _whitener(self) -> Tensor:
-        values, vectors = torch.linalg.eigh(self.cov)
-        return vectors / values.clamp(min=EIGENVALUE_FLOOR * max(float(values.max()), 1e-12)).sqrt()
+        return self._eigen[1] / self._eigen[0].sqrt() / self._deviations[:, None]
+
+    @cached_property
+    def _deviations(self) -> Tensor:
+        """Standard deviation of each number; 1 where it never varies."""
+        deviations = self.cov.diagonal().double().clamp(min=0).sqrt()
+        return torch.where(deviations > 1e-9, deviations, 1.0)
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues, floored, and eigenvectors of the correlations."""
+        values, vectors = torch.linalg.eigh(self.cov.double() / torch.outer(self._deviations, self._deviations))
+        return values.clamp(min=EIGENVALUE_FLOOR * max(float(values.max()), 1e-12)), vectors
+
+    @cached_property
+    def spread(self) -> float:
+        """Variance of an embedded source image in each direction: log(1 + r)² / S for its expected length r."""
+        whitened = self._whitener.T @ self.cov.double() @ self._whitener
+        return math.log1p(math.sqrt(max(float(whitened.trace()), 1e-12))) ** 2 / len(self.mean)
 
     def embed(self, descriptors: Tensor) -> Tensor:
         """Descriptors (B, S), whitened by the source, with their length r compressed to log(1 + r). (B, S)"""
@@ -125,6 +139,6 @@ class StyleStats:
                 f"expected images that look like the source images, with a style of {len(self.mean)} numbers, but got "
                 f"{descriptors.shape[1]}; make the statistics with images of the same shape"
             )
-        whitened = (descriptors.cpu() - self.mean) @ self._whitener
+        whitened = (descriptors.cpu().double() - self.mean) @ self._whitener
         length = whitened.norm(dim=1, keepdim=True).clamp(min=1e-12)
         return whitened / length * torch.log1p(length)

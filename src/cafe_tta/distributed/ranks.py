@@ -91,6 +91,18 @@ class Ranks:
         """The rows of all ranks, concatenated in the order of the ranks."""
         return rows
 
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This rank's part of rows that `gather` concatenated."""
+        return rows
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's images, without those of placeholders."""
+        return rows
+
+    def reduce(self, part: Tensor) -> Tensor:
+        """The sum over the ranks of what each then uses for its own images: gradients are summed, too."""
+        return part
+
     def any(self, condition: bool) -> bool:
         """Whether the condition holds on any rank."""
         return condition

@@ -134,9 +134,21 @@ class SynchronisedRanks(Ranks):
         return moments
 
     def gather(self, rows: Tensor) -> Tensor:
+        if not self.in_step:
+            return rows
         padded = torch.cat([rows, rows.new_zeros(max(self.sizes) - len(rows), *rows.shape[1:])])
         gathered = self.communicator.all_gather(padded)
         return torch.cat([part[:size] for part, size in zip(gathered, self.sizes, strict=True)])
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        start = sum(self.sizes[: self.communicator.rank])
+        return rows[start : start + self.own] if self.in_step else rows
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        return rows[: self.own] if self.in_step else rows
+
+    def reduce(self, part: Tensor) -> Tensor:
+        return _Reduce.apply(part, self.communicator) if self.in_step else part
 
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
         for bucket in buckets_of(parameters):
@@ -283,6 +295,19 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum over the ranks, of which every rank makes its own use: each has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return communicator.all_reduce(own.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.communicator.all_reduce(grad.clone()), None
 
 
 class _Share(torch.autograd.Function):

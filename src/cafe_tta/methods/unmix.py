@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.clusters import THRESHOLD
 from cafe_tta.normalisation import Normaliser
 from cafe_tta.options import option
-from cafe_tta.unmixing import PRIOR, THRESHOLD
+from cafe_tta.unmixing import PRIOR
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class UnmixConfig(AdapterConfig):
     prior: float = option(PRIOR, "N: images of the source in the statistics of every cluster.", above=0)
     threshold: float = option(
         THRESHOLD,
-        "An image opens a cluster if it is farther from every centre than this multiple of a source image's usual "
-        "distance from the mean style.",
+        "Two clusters are told apart if their means are farther apart than this multiple of the sum of their standard "
+        "deviations along the line between them.",
         above=0,
     )
 
@@ -56,7 +57,7 @@ class Unmix(Adapter):
     def prepare(self, source: Any) -> None:
         config = self.config
         unmixer = self.unmixer(source, config.window, config.prior, config.threshold)
-        self.normaliser = Normaliser(self.classifier, "unmix", unmixer=unmixer)
+        self.normaliser = Normaliser(self.classifier, "unmix", ranks=self.ranks, unmixer=unmixer)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         with torch.no_grad():

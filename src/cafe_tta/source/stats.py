@@ -141,8 +141,7 @@ class FeatureStats:
             "dead_dims": dead,
         }
         covs = tuple(self.cov[dims][:, dims] for dims in groups)
-        own = self.styles
-        styles = None if own is None else StyleStats.calibrated(own.mean, own.cov, own.sample)
+        styles = None if self.styles is None else StyleStats(self.styles.mean, self.styles.cov)
         source = SourceStats(self.mean, groups, covs, meta, self.cov if keep_full else None, styles)
         if self.sample is None:
             return source
@@ -275,7 +274,7 @@ class SourceStats(SourceValue):
         covs = tuple(block.reshape(len(dims), len(dims)) for dims, block in zip(groups, blocks, strict=True))
         styles = None
         if "styles.mean" in tensors:
-            styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"], float(tensors["styles.radius"]))
+            styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"])
         return cls(tensors["mean"], groups, covs, meta, tensors.get("full_cov"), styles)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -289,8 +288,7 @@ class SourceStats(SourceValue):
         if self.full_cov is not None:
             tensors["full_cov"] = self.full_cov
         if self.styles is not None:
-            radius = torch.tensor(self.styles.radius, dtype=torch.float64)
-            tensors |= {"styles.mean": self.styles.mean, "styles.cov": self.styles.cov, "styles.radius": radius}
+            tensors |= {"styles.mean": self.styles.mean, "styles.cov": self.styles.cov}
         return tensors
 
 
