@@ -144,8 +144,6 @@ class Adapter(nn.Module):
                 "normalisation='unmix' needs the styles of the source images, but got none; pass SourceStats that were "
                 "made with this release by FeatureStats.fit(classifier, source_loader).group() or `cafe-tta stats`"
             )
-        if not layers:
-            raise ValueError("normalisation='unmix' needs BatchNorm layers, but this classifier has none")
         return Unmixer(layers, styles, window=window, prior=prior, threshold=threshold, ranks=self.ranks)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:

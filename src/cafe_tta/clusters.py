@@ -120,13 +120,12 @@ class StyleClusters:
         for cluster in np.unique(clusters):
             own = styles[clusters == cluster]
             middle = own.mean(0)
-            distances = ((own - middle) ** 2).sum(1)
+            square = max(((own - middle) ** 2).sum(1).mean(), self.spread * len(middle))
             cells = memory["cluster"] == cluster
             memory["middle"][cells] = middle
-            memory["reach"][cells] = np.sqrt(max(distances.mean(), self.spread * len(middle)))
+            memory["reach"][cells] = np.sqrt(square)
             length = np.linalg.norm(middle)
-            # Without the part of the length that comes from the mean of few styles.
-            shift = np.sqrt(max(length**2 - distances.mean() / len(own), 0))
+            shift = np.sqrt(max(length**2 - square / len(own), 0))  # the mean of few styles is long by chance
             t = shift / (self.spread**0.5 + (own @ (middle / max(length, 1e-12))).std())
             memory["shift"][cells] = np.clip((t - SOURCE_LIKE) / (UNLIKE_SOURCE - SOURCE_LIKE), 0, 1)
 

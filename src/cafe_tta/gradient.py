@@ -37,8 +37,9 @@ class StepConfig(AdapterConfig):
         "for each image, the images of the stream that are corrupted like it (unmix).",
     )
     unmix_window: int = option(
-        320,
-        "Images that a cluster's statistics average over, for normalisation=unmix: fewer follow moving weights.",
+        1000,
+        "Images of the stream after which one counts e times less in its cluster's statistics, for normalisation=unmix:"
+        " fewer follow moving weights.",
         least=1,
     )
     blend: float = option(0.5, "Weight of the batch's statistics, for normalisation=blend.", least=0, most=1)
@@ -57,6 +58,22 @@ class StepConfig(AdapterConfig):
         True, "With many ranks: whether BatchNorm normalises with the batch of all ranks, or each rank with its own."
     )
     every: int = option(1, "A step is taken on each n-th batch; every batch is answered.", least=1)
+
+
+class NothingToLearn(Exception):
+    """Raised by a `loss` that finds nothing to learn from: the batch is answered, and no step is taken.
+
+    Its text is the `reason` in the report. It is no error: the weights stay as they were, and the stream goes on.
+
+    >>> class Careful(GradientAdapter):
+    ...     name = "careful"
+    ...     def loss(self, features, logits):
+    ...         raise NothingToLearn("this method trusts no image")
+    >>> from cafe_tta import split_classifier
+    >>> adapter = Careful(split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))))
+    >>> adapter(torch.rand(8, 3, 2, 2)).shape, adapter.report.stepped, adapter.report.reason
+    (torch.Size([8, 3]), False, 'this method trusts no image')
+    """
 
 
 def parameters_from(backbone: nn.Module, name: str) -> list[nn.Parameter]:
@@ -94,7 +111,7 @@ class GradientAdapter(Adapter):
     notes: dict[str, float]  # filled by `loss`: what to report of the batch
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        """What a step makes smaller: a scalar."""
+        """What a step makes smaller: a scalar. Raises `NothingToLearn` where the batch has nothing to learn from."""
         raise NotImplementedError
 
     def moving(self) -> list[nn.Parameter]:
@@ -141,20 +158,32 @@ class GradientAdapter(Adapter):
             skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
         features, logits = self.run(images)
-        loss = self.loss(features, logits)
-        refusal = self._backward(features, loss)
-        if not refusal:
-            self.optimizer.step()
-            self.normaliser.average_statistics()
-        self.optimizer.zero_grad(set_to_none=True)
-        report = Report(size, not refusal, bool(refusal), refusal, loss.item(), self.notes)
-        if refusal or self.config.answer == "before":
+        report = self._learn(images, features, logits)
+        if report.refused or self.config.answer == "before":
             return logits, report
         if self.config.answer == "after":
             self.normaliser.adapting(update=False)
             with torch.no_grad():
                 return self.run(images)[1], report
         return self.predict(images), report
+
+    def _learn(self, images: Tensor, features: Tensor, logits: Tensor) -> Report:
+        """Takes a step on a batch, or says why not."""
+        loss = None
+        try:
+            loss = self.loss(features, logits)
+            refusal = reason = self._backward(features, loss)
+            if not refusal:
+                self.optimizer.step()
+        except NothingToLearn as nothing:
+            refusal = self.why_unusable(features)
+            reason = refusal or str(nothing)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        if not refusal:
+            self.normaliser.average_statistics()
+        size = self.ranks.count(images)
+        return Report(size, not reason, bool(refusal), reason, None if loss is None else loss.item(), self.notes)
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""

@@ -11,6 +11,7 @@ where N images of the source are the prior, and w is 0 for a cluster whose style
 clearly another. A stranger, an image like none of the clusters, has the source's statistics.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Unmixer:
         self.styles, self.prior, self.window, self.threshold, self.ranks = styles, prior, window, threshold, ranks
         self.enabled = True  # off: the source's statistics, as without unmixing
         self.members = torch.zeros(0, dtype=torch.long)  # cells of the images of the pass at hand; -1: of none
+        self.shifted = 1.0  # share of the images of the pass whose style is not the source's
         self._updating = False
         self._offsets = np.cumsum([0, *(layer.num_features for layer in layers)]).tolist()
         for number, layer in enumerate(layers):
@@ -77,6 +79,8 @@ class Unmixer:
         if update:
             cells, splits = self.clusters.follow(self.ranks.gather(self.ranks.own_part(styles)))
             self._follow(cells, splits)
+            shift = torch.cat([self.clusters.memory["shift"], torch.ones(1, dtype=torch.float64)])  # -1: strangers
+            self.shifted = shift[cells].mean().item()
             cells = self.ranks.own_rows(cells)
             self.members = torch.cat([cells, cells.new_full((len(images) - len(cells),), -1)])  # -1: placeholders
         else:
@@ -90,10 +94,8 @@ class Unmixer:
             sums[:, cell] /= 2
             sums[:, half] = sums[:, cell]
         images = torch.bincount(cells[cells >= 0], minlength=CELLS).double()
-        joined = self.clusters.joined
-        total, new = joined @ weights, joined @ images  # of each cell's cluster
-        fade = ((self.window - new).clamp(min=0) / total.clamp(min=1e-12)).clamp(max=1)
-        self._weights, self._sums = weights * fade + images, sums * fade[:, None]
+        fade = math.exp(-len(cells) / self.window)
+        self._weights, self._sums = weights * fade + images, sums * fade
         self._pool()
 
     def _pool(self) -> None:
@@ -127,9 +129,11 @@ class Unmixer:
         return self.clusters.sizes
 
     def notes(self) -> dict[str, float]:
-        """For the report of a batch: the number of clusters, and the share of the largest."""
+        """For the report of a batch: the number of clusters, and the shares of the largest and of shifted images."""
         sizes = self.sizes
-        return {"clusters": float(len(sizes)), "largest_cluster": sizes[0] / sum(sizes)} if sizes else {}
+        if not sizes:
+            return {}
+        return {"clusters": float(len(sizes)), "largest_cluster": sizes[0] / sum(sizes), "shifted": self.shifted}
 
 
 def _moments(activations: Tensor) -> Tensor:

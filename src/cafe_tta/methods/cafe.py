@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from cafe_tta import losses
 from cafe_tta.adapter import Report
 from cafe_tta.gaussians import EIGENVALUE_FLOOR, Moments, merge
-from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.gradient import GradientAdapter, NothingToLearn, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.reference import MARGIN, Reference
 from cafe_tta.source.stats import SourceStats
+
+FEW_SHIFTED = 0.05  # of the images: with no more of another style than this, the gate is closed
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class CAFe(GradientAdapter):
     def prepare(self, source: Any) -> None:
         super().prepare(source)
         self.reference = Reference(self.regrouped(source), self.config.eigenvalue_floor, self.config.gate_margin)
-        if self.config.gate:
+        if self.config.gate and self.normaliser.unmixer is None:
             self.reference.require_calibration()
 
     def regrouped(self, source: SourceStats) -> SourceStats:
@@ -84,7 +86,7 @@ class CAFe(GradientAdapter):
         self._set_memory([])
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        if not self.config.gate:
+        if not self.config.gate or self.normaliser.unmixer is not None:  # which knows the styles: `loss` asks it
             return super().answer(images)
         if self.gate_open > 0:
             self.gate_open = nn.Buffer(self.gate_open - 1)
@@ -102,6 +104,9 @@ class CAFe(GradientAdapter):
         return super().answer(images)
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        unmixer = self.normaliser.unmixer
+        if self.config.gate and unmixer is not None and unmixer.shifted <= FEW_SHIFTED:
+            raise NothingToLearn("the images look like the source's")
         return self.alignment(features) + self.infomax(logits)
 
     def infomax(self, logits: Tensor) -> Tensor:

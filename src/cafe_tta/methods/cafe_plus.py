@@ -1,6 +1,8 @@
-"""CAFe+: CAFe for mixed streams, whose batches describe no single image's corruption. Not in the paper.
+"""CAFe+: unmixing, and CAFe's steps on top of it, where the images need them. Not in the paper; docs/unmix.md has more.
 
-BatchNorm normalises with the source's statistics and a little of the batch's; docs/choices.md says how that was chosen.
+BatchNorm normalises each image with the images of the stream that are corrupted like it. Steps are clipped, and none is
+taken while the images look like the source's. Up to version 0.2, CAFe+ was CAFe(normalisation="blend", blend=0.25,
+lr=2e-3, max_change=1e-3).
 """
 
 from dataclasses import dataclass
@@ -15,34 +17,29 @@ class CAFePlusConfig(CAFeConfig):
     """Options of CAFe+: those of CAFe, with other defaults.
 
     >>> CAFePlusConfig().normalisation
-    'blend'
+    'unmix'
     """
 
-    normalisation: Normalisation = "blend"
-    blend: float = 0.25
+    normalisation: Normalisation = "unmix"
     lr: float = 2e-3
     max_change: float | None = 1e-3
+    gate: bool = True
 
 
 class CAFePlus(CAFe):
-    """CAFe that keeps three quarters of the source's BatchNorm statistics: for streams of mixed corruptions.
+    """CAFe that normalises each image with the images of the stream that are corrupted like it: for mixed streams.
 
     >>> import torch
     >>> from torch import nn
     >>> from cafe_tta import FeatureStats, split_classifier
-    >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)))
-    >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 2, 2)]).group()
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(768, 3)))
+    >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 16, 16)]).group()
     >>> adapter = CAFePlus(classifier, source)
-    >>> adapter(torch.rand(32, 3, 2, 2)).shape, adapter.config.blend
-    (torch.Size([32, 3]), 0.25)
+    >>> adapter(torch.rand(32, 3, 16, 16) / 9).shape, adapter.report.notes["clusters"]
+    (torch.Size([32, 3]), 1.0)
     """
 
     name = "cafe-plus"
     Config = CAFePlusConfig
     config: CAFePlusConfig
-    presets: ClassVar = {
-        "cifar": CAFePlusConfig(),
-        "cifar-online": CAFePlusConfig(answer="after-eval"),
-        "imagenet": CAFePlusConfig(),
-        "imagenet-online": CAFePlusConfig(answer="after-eval"),
-    }
+    presets: ClassVar = {"cifar": CAFePlusConfig(), "imagenet": CAFePlusConfig()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.clusters import THRESHOLD
-from cafe_tta.normalisation import Normaliser
+from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
 from cafe_tta.unmixing import PRIOR
 
@@ -23,10 +23,12 @@ class UnmixConfig(AdapterConfig):
     """Options of Unmix.
 
     >>> UnmixConfig().window
-    2048
+    20000
     """
 
-    window: int = option(2048, "Images that the statistics of a cluster average over.", least=1)
+    window: int = option(
+        20_000, "Images of the stream after which one counts e times less in its cluster's statistics.", least=1
+    )
     prior: float = option(PRIOR, "N: images of the source in the statistics of every cluster.", above=0)
     threshold: float = option(
         THRESHOLD,
@@ -56,6 +58,11 @@ class Unmix(Adapter):
 
     def prepare(self, source: Any) -> None:
         config = self.config
+        if not batchnorm_layers(self.classifier):
+            raise ValueError(
+                "unmix changes what BatchNorm layers normalise with, but this classifier has none; use a method with "
+                "gradient steps"
+            )
         unmixer = self.unmixer(source, config.window, config.prior, config.threshold)
         self.normaliser = Normaliser(self.classifier, "unmix", ranks=self.ranks, unmixer=unmixer)
 
