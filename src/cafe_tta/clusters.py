@@ -125,7 +125,8 @@ class StyleClusters:
             memory["middle"][cells] = middle
             memory["reach"][cells] = np.sqrt(square)
             length = np.linalg.norm(middle)
-            shift = np.sqrt(max(length**2 - square / len(own), 0))  # the mean of few styles is long by chance
+            # The mean of few styles is long by chance: as long as that of a stranger, at most.
+            shift = np.sqrt(max(length**2 - STRANGE**2 * square / len(own), 0))
             t = shift / (self.spread**0.5 + (own @ (middle / max(length, 1e-12))).std())
             memory["shift"][cells] = np.clip((t - SOURCE_LIKE) / (UNLIKE_SOURCE - SOURCE_LIKE), 0, 1)
 

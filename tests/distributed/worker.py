@@ -30,6 +30,8 @@ VARIANTS: list[tuple[str, dict]] = [
     ("tent", {"answer": "after-eval", "min_batch": 5}),
     ("adabn", {"momentum": None}),
     ("adabn", {"prior": 16}),
+    ("unmix", {}),
+    ("cafe-plus", {}),
 ]
 SPLITS = {  # images of each rank, batch by batch
     2: [(24, 24), (40, 8), (0, 48), (1, 3), (48, 0), (1, 0), (9, 8)],

@@ -51,6 +51,7 @@ class Unmix(Adapter):
     """
 
     name = "unmix"
+    distributed = True
     needs = "stats"
     Config = UnmixConfig
     config: UnmixConfig
