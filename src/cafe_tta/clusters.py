@@ -79,20 +79,21 @@ class StyleClusters:
         vectors = styles.numpy()
         basis = memory["basis"]
         cells = _nearest((vectors - memory["mean"]) @ basis, (memory["centres"][:used] - memory["mean"]) @ basis)
-        distance = np.linalg.norm(vectors - memory["middle"][cells], axis=1)
+        distance = np.linalg.norm(vectors - memory["middle"][cells], axis=1)  # NaN: of a style that is not finite
         return torch.from_numpy(np.where(distance <= STRANGE * memory["reach"][cells], cells, -1))
 
     def follow(self, styles: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         """Follows new styles (n, S): their cells, -1 for strangers, and which cell each new cell was split from."""
         self.memory = {name: tensor.clone() for name, tensor in self.memory.items()}  # the old one is the backup
         seen = int(self.memory["seen"])
-        kept = styles[-BUFFER:]
-        slots = torch.arange(seen + len(styles) - len(kept), seen + len(styles)) % BUFFER
+        usable = styles[styles.isfinite().all(1)]
+        kept = usable[-BUFFER:]
+        slots = torch.arange(seen + len(usable) - len(kept), seen + len(usable)) % BUFFER
         self.memory["styles"][slots] = kept
-        self.memory["seen"] += len(styles)
-        self.memory["fresh"] += len(styles)
+        self.memory["seen"] += len(usable)
+        self.memory["fresh"] += len(usable)
         splits: list[tuple[int, int]] = []
-        if int(self.memory["fresh"]) >= FRESH or seen < FRESH:
+        if len(usable) and (int(self.memory["fresh"]) >= FRESH or seen < FRESH):
             splits = self._make_cells()
             self.memory["fresh"].zero_()
         return self.nearest(styles), splits
