@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cafe_tta import METHODS, FeatureStats, SourceStats, create, data, split_classifier
+from cafe_tta import METHODS, FeatureStats, SourceStats, corruptions, create, data, split_classifier
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli import app
 from cafe_tta.methods.choice import MethodOptions
@@ -169,6 +169,20 @@ def test_every_method_runs(name, mode, made, tmp_path):
 def test_a_method_that_needs_nothing_may_unmix_with_statistics(made, tmp_path):
     adapt(made, tmp_path / "out", "--method", "tent", "--set", "normalisation=unmix", "--measure", 0)
     assert json.loads((tmp_path / "out/summary.json").read_text())["options"]["normalisation"] == "unmix"
+
+
+@pytest.mark.parametrize(("name", "value"), [("fr", "histograms"), ("bacs", "model/posterior")])
+def test_a_method_that_needs_something_else_may_unmix_with_statistics_beside_it(name, value, made, tmp_path):
+    unmixing = ("--method", name, "--set", "normalisation=unmix", "--measure", 0)
+    own = ("--model", made / "model/model.safetensors", "--source", made / f"{value}.safetensors", *unmixing)
+    folders = ("--data", made / "photos", "--output", tmp_path / "out", "--batch-size", 16, "--shuffle")
+    refused = run("adapt", *own, *folders, code=2)
+    need = "histograms" if name == "fr" else "posterior"
+    assert f"{name} needs stats from the source domain to unmix, but `source` has {need}; make them" in refused.stderr
+    result = run("adapt", *own, *folders, "--source", made / "stats.safetensors")
+    assert re.search(r"clusters +\d+: \d+", result.stdout)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["settings"]["source"].keys() == {need, "stats"} and sum(summary["clusters"]) > 50
 
 
 def test_labels_never_change_an_answer(made, tmp_path):
@@ -552,6 +566,85 @@ def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     result = adapt(made, tmp_path / "out", "--measure", 0, "--resume", "--set", "lr=0.5", code=2)
     assert "lr=0.001 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
+
+
+# Sheets of clusters
+
+
+def clusters(output):
+    with (output / "clusters.csv").open() as file:
+        return {row["file"]: int(row["cluster"]) for row in csv.DictReader(file)}
+
+
+@pytest.fixture(scope="module")
+def mixed(made):
+    """Digits, every third one without contrast, the others noisy: at least two clusters."""
+    digits, noisy = data.load("digits:test").images(range(60)), np.arange(60) % 3 > 0
+    pixels = corruptions.corrupt(digits, "contrast", severity=5)
+    pixels[noisy] = corruptions.corrupt(digits, "impulse_noise", severity=5)[noisy]
+    (made / "mixed").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(made / "mixed" / f"{i:02d}.png")
+    (made / "mixed/empty.png").write_bytes(b"")
+    return made / "mixed"
+
+
+def test_a_sheet_shows_images_of_every_cluster_the_largest_first(made, mixed, tmp_path):
+    result = adapt(made, tmp_path / "out", "--method", "unmix", "--data", mixed, "--measure", 0, "--sheet")
+    of = clusters(tmp_path / "out")
+    assert len(of) == 60 and "empty.png" not in of
+    sizes = [list(of.values()).count(number) for number in range(1, max(of.values()) + 1)]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) >= 2
+    assert json.loads((tmp_path / "out/summary.json").read_text())["clusters"] == sizes
+    assert re.search(rf"clusters +{len(sizes)}: {sizes[0]}, {sizes[1]}", result.stdout)
+    assert "clusters.png, clusters.csv" in result.stdout
+    grey = {of[f"{i:02d}.png"] for i in range(0, 60, 3)}
+    assert not grey & {of[f"{i:02d}.png"] for i in range(60) if i % 3}
+
+    rows = [number for number in range(1, len(sizes) + 1)][:16] + [0] * (0 in of.values())
+    with Image.open(tmp_path / "out/clusters.png") as sheet:
+        pixels = np.asarray(sheet)
+    for line, number in enumerate(rows):
+        own = [np.asarray(Image.open(mixed / name)) for name, cluster in of.items() if cluster == number]
+        for column in range(min(12, len(own))):
+            top, left = 20 + 56 + line * (96 + 12), 20 + 190 + column * (96 + 3)
+            shown = pixels[top : top + 96 : 3, left : left + 96 : 3]  # every pixel is 3 × 3 large
+            assert any(np.array_equal(shown, image) for image in own), (number, column)
+
+
+def test_a_sheet_of_a_run_that_was_cut_off_is_the_same(made, mixed, tmp_path, monkeypatch):
+    options = ("--method", "unmix", "--data", mixed, "--measure", 0, "--sheet", "--save-every", 1)
+    forward, left = Adapter.forward, [2]
+
+    def cut_off(self, images):
+        left[0] -= 1
+        if left[0] < 0:
+            raise PowerCut
+        return forward(self, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapter, "forward", cut_off)
+        with pytest.raises(PowerCut):
+            adapt(made, tmp_path / "cut", *options)
+    assert not (tmp_path / "cut/clusters.png").exists()
+    adapt(made, tmp_path / "cut", *options, "--resume")
+    adapt(made, tmp_path / "whole", *options[:-3])  # without the sheet, which is asked for when the run is over
+    assert not (tmp_path / "whole/clusters.png").exists()
+    told = adapt(made, tmp_path / "whole", *options, "--resume").stdout
+    assert re.search(r"clusters +\d+: \d+", told) and "clusters.png, clusters.csv" in told
+    for name in ("clusters.png", "clusters.csv"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
+    assert "nothing to do" in adapt(made, tmp_path / "whole", *options, "--resume").stderr
+    adapt(made, tmp_path / "whole", *options[:4], "--overwrite", "--measure", 0)
+    assert not (tmp_path / "whole/clusters.png").exists()  # of the run that was replaced
+
+
+def test_a_sheet_without_unmixing_is_refused_before_anything_runs(tmp_path):
+    command = ("adapt", "--model", tmp_path / "missing", "--data", tmp_path / "missing", "--output", tmp_path / "out")
+    for method in (("--method", "tent"), ("--method", "cafe", "--set", "normalisation=blend")):
+        stderr = run(*command, *method, "--sheet", code=2).stderr
+        assert f"expected a method that unmixes with `sheet`, which shows its clusters, but {method[1]} with" in stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_contact_sheet_of_corrupted_copies_is_not_an_image_of_theirs(made, tmp_path):

@@ -18,6 +18,7 @@ from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
 from cafe_tta.source import source_kind
+from cafe_tta.styles import StyleStats
 from cafe_tta.unmixing import PRIOR, Unmixer
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class AdapterConfig(Options):
     """
 
     batch_size: int = option(256, "Images per batch, for loaders and benchmarks; any other size works too.", least=1)
+
+    @property
+    def unmixes(self) -> bool:
+        """Whether images are clustered by how they are corrupted, which takes the styles of the source images."""
+        return False
 
 
 class StepRefused(UserWarning):
@@ -113,8 +119,14 @@ class Adapter(nn.Module):
             cls.distributed = vars(cls)["adds_up"]
             warnings.warn(f"{cls.__name__}: write `distributed` instead of `adds_up`", DeprecationWarning, stacklevel=2)
 
-    def __init__(self, classifier: SplitClassifier, source: Any = None, config: Any = None) -> None:
+    def __init__(
+        self, classifier: SplitClassifier, source: Any = None, config: Any = None, *, styles: StyleStats | None = None
+    ) -> None:
+        """`styles` are for a method that unmixes and whose own source value has none: `SourceStats.styles`."""
         super().__init__()
+        if not isinstance(styles, StyleStats | None):
+            raise TypeError(f"expected `styles` of the source images, as in `stats.styles`, but got {styles!r:.60}")
+        self.styles = getattr(source, "styles", None) if styles is None else styles
         require_classifier(classifier)
         self.config = self.Config() if config is None else config
         if not isinstance(self.config, self.Config):
@@ -138,13 +150,19 @@ class Adapter(nn.Module):
 
     def unmixer(self, source: Any, window: float, prior: float = PRIOR, threshold: float = THRESHOLD) -> Unmixer:
         """What normalises each image with those that are corrupted like it; needs the styles of the source images."""
-        layers, styles = batchnorm_layers(self.classifier), getattr(source, "styles", None)
-        if styles is None:
+        layers = batchnorm_layers(self.classifier)
+        if self.styles is None:
+            what = "SourceStats" if source is None or hasattr(source, "styles") else "`styles`, those of SourceStats"
             raise ValueError(
-                "normalisation='unmix' needs the styles of the source images, but got none; pass SourceStats that were "
+                f"normalisation='unmix' needs the styles of the source images, but got none; pass {what} that were "
                 "made with this release by FeatureStats.fit(classifier, source_loader).group() or `cafe-tta stats`"
             )
-        return Unmixer(layers, styles, window=window, prior=prior, threshold=threshold, ranks=self.ranks)
+        return Unmixer(layers, self.styles, window=window, prior=prior, threshold=threshold, ranks=self.ranks)
+
+    @property
+    def clusters(self) -> Unmixer | None:
+        """The clusters of images that are corrupted alike; None where the method does not unmix."""
+        return self.normaliser.unmixer
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""
@@ -183,8 +201,8 @@ class Adapter(nn.Module):
         # Callers sit in no_grad() or inference_mode(): they only want predictions.
         with torch.inference_mode(False), torch.enable_grad():
             logits, report = self.answer_or_roll_back(images.clone() if images.is_inference() else images.detach())
-        if self.normaliser.unmixer is not None:
-            report = replace(report, notes={**report.notes, **self.normaliser.unmixer.notes()})
+        if self.clusters is not None:
+            report = replace(report, notes={**report.notes, **self.clusters.notes()})
         return logits, report
 
     def answer_or_roll_back(self, images: Tensor) -> tuple[Tensor, Report]:

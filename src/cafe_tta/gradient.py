@@ -59,6 +59,10 @@ class StepConfig(AdapterConfig):
     )
     every: int = option(1, "A step is taken on each n-th batch; every batch is answered.", least=1)
 
+    @property
+    def unmixes(self) -> bool:
+        return self.normalisation == "unmix"
+
 
 class NothingToLearn(Exception):
     """Raised by a `loss` that finds nothing to learn from: the batch is answered, and no step is taken.

@@ -71,6 +71,20 @@ class Unmixer:
         self.clusters.memory = own
         self._pool()
 
+    @property
+    def counts(self) -> dict[int, int]:
+        """Images of every cluster among the last ones by its number, the largest first."""
+        memory = self.clusters.memory
+        sizes = torch.bincount(memory["cluster"], memory["images"].double()).tolist()
+        return {
+            number: int(sizes[number]) for number in np.argsort(sizes, kind="stable")[::-1].tolist() if sizes[number]
+        }
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each image's cluster in the last pass; -1: in none. (B,)"""
+        return nn.functional.pad(self.clusters.memory["cluster"], (0, 1), value=-1)[self.members]
+
     def look(self, images: Tensor, update: bool) -> None:
         """Assigns the images of the next pass to clusters; with `update`, the clusters follow them."""
         if not self.enabled:

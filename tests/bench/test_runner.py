@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import cafe_tta as cafe
 from cafe_tta import bench
-from cafe_tta.bench import protocols, source_side
+from cafe_tta.bench import evaluate, protocols, source_side
 from cafe_tta.bench import records as records_module
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Experiment, plan
 from cafe_tta.bench.protocols import PROTOCOLS
@@ -224,6 +224,23 @@ def test_every_experiment_runs_on_the_embedded_digits(results, kind):
     for record in read(results / "records.jsonl"):
         assert record.label in page
     assert list((results / "report" / "figures").glob("*.png"))
+
+
+def test_methods_without_statistics_of_their_own_unmix(results, source_folder):
+    """The same answers as an adapter that is made by hand with the styles."""
+    names = ("infomax", "tent", "fr", "bacs")
+    labels = [f"{name}(normalisation=unmix,batch_size=16)" for name in names]
+    runner = make_runner(results, labels, seeds=(0,), mode="online", frechet=False)
+    runner.prepare()
+    runner.work()
+    side = SourceSide(DIGITS, source_folder)
+    needed = {"fr": side.value("histograms"), "bacs": side.value("posterior")}
+    styles = side.grouped().styles
+    for planned, record in zip(runner.runs(), read(results / "records.jsonl"), strict=True):
+        config, source = planned.row.config, needed.get(record.method)
+        by_hand = cafe.METHODS[record.method](side.classifier, source, config, styles=styles)
+        outcome = evaluate.evaluate(by_hand, runner.stream(planned.episode), "online")
+        assert record.accuracy == outcome.accuracy and by_hand.clusters.sizes
 
 
 def test_online_experiments_use_the_papers_online_presets(results):

@@ -91,6 +91,7 @@ class Runner:
         """Makes what the missing runs need of the source side, so that other processes find it."""
         for row in {planned.row.label: planned.row for planned in self.missing()}.values():
             self.source.needed(row)
+            self.source.styles(row)
         if self.plan.frechet:
             self.source.grouped()
 
@@ -207,8 +208,8 @@ class Runner:
     def _adapter(self, row: Row) -> Adapter:
         if row.label not in self._adapters:
             self._adapters.clear()  # one at a time: a large model's adapters would not fit side by side
-            needed = self.source.needed(row)
-            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, row.config)
+            needed, styles = self.source.needed(row), self.source.styles(row)
+            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, row.config, styles=styles)
         return self._adapters[row.label]
 
     def _reference(self) -> Reference | None:

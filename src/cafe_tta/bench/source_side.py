@@ -17,6 +17,7 @@ from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.options import Options, option
 from cafe_tta.source import FeatureStats, Posterior, SourceData, SourceStats, SourceValue, load_all, source_kind
 from cafe_tta.source.train import TrainConfig, train
+from cafe_tta.styles import StyleStats
 
 Say = Callable[[str], None]
 BATCH = 256
@@ -136,6 +137,10 @@ class SourceSide:
         if row.needs == SourceData.kind:
             return _Repeatable(lambda: self._labelled_batches(row.config.batch_size, shuffled=True))
         return self.value(row.needs)
+
+    def styles(self, row: Row) -> StyleStats | None:
+        """The styles of the source images, where the method of a row unmixes and has no statistics of its own."""
+        return self.grouped(row).styles if row.config.unmixes and row.needs != SourceStats.kind else None
 
     def value(self, kind: str) -> SourceValue:
         """A source value of any kind: given, made before, or made now by its `fit`."""

@@ -12,7 +12,8 @@ from cafe_tta.data.options import DataOptions
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.runs import FolderRun, RunOptions, Stopped
-from cafe_tta.runs.folder import check_output, digest
+from cafe_tta.runs.folder import check_output, check_sheet, digest
+from cafe_tta.runs.results import CLUSTERS, SHEET
 from cafe_tta.source import Reference
 
 
@@ -32,10 +33,11 @@ def adapt(
 
     cafe-tta adapt --model model.safetensors --source stats.safetensors --data photos/ --output out
 
-    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv. Labels of class folders are only used to report the accuracy.
+    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv; with --sheet also clusters.png and clusters.csv. Labels of class folders are only used to report the accuracy.
     """  # noqa: E501 - a line break here would be one in the help
     config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
+    check_sheet(options, method.method, config)
     method.require_source()
     chosen = models.load_classifier(model)
     sources = method.sources(chosen, options.seed)
@@ -50,7 +52,7 @@ def adapt(
         workers=images.workers,
     )
     if run.finished():
-        say(f"nothing to do: the run in {output} is finished; --overwrite starts over")
+        _again(run)
         return
     if run.adapter.adapts and not options.shuffled and run.class_by_class:
         say("note: the images come class by class, which misleads every method; --shuffle shuffles them")
@@ -63,16 +65,23 @@ def adapt(
     _show(summary, run)
 
 
+def _again(run: FolderRun) -> None:
+    """What is left to do for a run that is finished: a sheet that was not asked for then."""
+    if not run.options.sheet or (run.output / SHEET).exists():
+        say(f"nothing to do: the run in {run.output} is finished; --overwrite starts over")
+        return
+    with progress("drawing", len(run.imageset)) as advance:
+        clusters = run.draw_sheet(advance)
+    show_facts([("clusters", _sizes(clusters.sizes)), ("written", _sheet_files(run.output))])
+
+
 def _digests(method: MethodOptions, sources: dict[str, Any]) -> dict[str, str]:
     """What a resumed run must have in common with the first one: the source values that its method needs."""
-    if method.needs is None:
-        return {}
     files = [Path(text) for text in method.source if Path(text).is_file()]
     # `sources` has the files' kinds in the order of the files.
     by_kind = dict(zip((kind for kind in sources if kind != "data"), files, strict=True))
-    if method.needs in by_kind:
-        return {method.needs: digest([by_kind[method.needs].read_bytes()])}
-    return {method.needs: ", ".join(text for text in method.source if Path(text) not in files)}
+    labelled = ", ".join(text for text in method.source if Path(text) not in files)
+    return {kind: digest([by_kind[kind].read_bytes()]) if kind in by_kind else labelled for kind in method.kinds}
 
 
 def _show(summary: dict[str, Any], run: FolderRun) -> None:
@@ -86,15 +95,31 @@ def _show(summary: dict[str, Any], run: FolderRun) -> None:
     ]
     if summary["batches_without_step"]:
         facts.append(("without a step", _without_step(summary)))
+    if summary["clusters"] is not None:
+        facts.append(("clusters", _sizes(summary["clusters"])))
     right = f"accuracy unknown: {run.why_no_labels}"
     if summary["accuracy"] is not None:
         right = f"{summary['accuracy']:.1%} of {summary['labelled_images']} right"
     facts.append(("answers given", f"{right} (predictions.csv, {summary['mode']})"))
     facts += _measured(summary["measured"], run.reference)
     facts += [("", ""), ("written", str(output / "predictions.csv")), ("", f"{output}/summary.json, state.safetensors")]
+    facts += [("", _sheet_files(output))] if run.options.sheet else []
     show_facts(facts)
     for note in summary["notes"]:
         say(f"note: {note}")
+
+
+def _sizes(sizes: list[int]) -> str:
+    """How many clusters there are, and how many images the largest have.
+
+    >>> _sizes([312, 280, 190]), _sizes([9, 8, 7, 6, 5, 4, 3, 2, 1])
+    ('3: 312, 280, 190', '9: 9, 8, 7, 6, 5, 4, 3, 2, …')
+    """
+    return f"{len(sizes)}: {', '.join(map(str, sizes[:8]))}{', …' if len(sizes) > 8 else ''}"
+
+
+def _sheet_files(output: Path) -> str:
+    return f"{output}/{SHEET}, {CLUSTERS}"
 
 
 def _without_step(summary: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
 from cafe_tta.options import describe, did_you_mean, require_known
+from cafe_tta.styles import StyleStats
 
 METHODS: dict[str, type[Adapter]] = {
     "source": SourceOnly,
@@ -64,9 +65,18 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
 
 
 def create(
-    name: str, classifier: SplitClassifier, source: Any = None, *, preset: str | None = None, **options: Any
+    name: str,
+    classifier: SplitClassifier,
+    source: Any = None,
+    *,
+    preset: str | None = None,
+    styles: StyleStats | None = None,
+    **options: Any,
 ) -> Adapter:
     """An adapter by the name of its method. `source` is what the method `needs`; the others ignore it.
+
+    With `normalisation="unmix"` a method also takes the `styles` of the source images, `SourceStats.styles`; those of
+    `source` where it is a `SourceStats`.
 
     >>> import torch
     >>> from torch import nn
@@ -76,4 +86,4 @@ def create(
     0.0001
     """
     config = configure(name, preset, **options)
-    return method(name)(classifier, source, config)
+    return method(name)(classifier, source, config, styles=styles)

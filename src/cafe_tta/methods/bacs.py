@@ -15,6 +15,7 @@ from cafe_tta.adapter import Adapter, Report
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.swag import Posterior, PosteriorMember
+from cafe_tta.unmixing import Unmixer
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,14 @@ class BACS(Adapter):
             raise ValueError(
                 f"expected `ensemble_size` to be at most {len(source.members)}, the posterior's, but got {size}"
             )
-        self.members = nn.ModuleList(_Member(self.classifier, m, self.config) for m in source.members[:size])
+        self.members = nn.ModuleList(
+            _Member(self.classifier, m, self.config, styles=self.styles) for m in source.members[:size]
+        )
+
+    @property
+    def clusters(self) -> Unmixer | None:
+        """Those of the first member: all of them see the same images."""
+        return self._members()[0].clusters
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         for member in self._members():

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class MethodOptions(Options):
     source: list[str] = option(
         [],
         "What the method needs from the source domain: a file that `cafe-tta stats` or `train` made, or, for a method "
-        "that needs data, labelled source images such as digits:train. May be repeated.",
+        "that needs data, labelled source images such as digits:train; for normalisation=unmix also statistics. May be "
+        "repeated.",
         panel=_PANEL,
         metavar="FILE",
         aliases=("stats", "histograms", "posterior", "source_data"),
@@ -48,11 +49,21 @@ class MethodOptions(Options):
         config: AdapterConfig = configure(self.method, self.preset, **options, **changes)
         return config
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of source values that the method needs with these options: unmixing takes the styles of `stats`."""
+        needed = [] if self.needs is None else [self.needs]
+        return [*needed, "stats"] if self.config().unmixes and "stats" not in needed else needed
+
     def require_source(self) -> None:
         """Raises where the method needs source values and none are given: before anything slow is loaded."""
-        if self.needs is not None and not self.source:
-            how = source.source_kind(self.needs).how_to_make
-            raise ValueError(f"{self.method} needs {self.needs} from the source domain, but `source` is empty; {how}")
+        if self.kinds and not self.source:
+            self._missing(self.kinds[0], "`source` is empty")
+
+    def _missing(self, kind: str, but: str) -> NoReturn:
+        why = "" if kind == self.needs else " to unmix"
+        how = source.source_kind(kind).how_to_make
+        raise ValueError(f"{self.method} needs {kind} from the source domain{why}, but {but}; {how}")
 
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""
@@ -63,17 +74,16 @@ class MethodOptions(Options):
             value.check_belongs_to(model.classifier)
         if labelled:
             values["data"] = _labelled_loader(labelled, model, self.config().batch_size, seed)
-        if self.needs is not None and self.needs not in values:
-            how = source.source_kind(self.needs).how_to_make
-            raise ValueError(
-                f"{self.method} needs {self.needs} from the source domain, but `source` has {', '.join(values)}; {how}"
-            )
+        for kind in self.kinds:
+            if kind not in values:
+                self._missing(kind, f"`source` has {', '.join(values)}")
         return values
 
     def adapter(self, model: Model, sources: dict[str, Any], config: AdapterConfig | None = None) -> Adapter:
         """The adapter of the model."""
-        needed = sources.get(self.needs or "stats")  # statistics are optional: for `normalisation=unmix`
-        return method(self.method)(model.classifier, needed, config or self.config())
+        needed = None if self.needs is None else sources[self.needs]
+        styles = sources["stats"].styles if "stats" in sources else None
+        return method(self.method)(model.classifier, needed, config or self.config(), styles=styles)
 
 
 def _labelled_loader(specs: list[str], model: Model, batch_size: int, seed: int) -> data.Loader:

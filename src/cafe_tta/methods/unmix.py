@@ -37,6 +37,10 @@ class UnmixConfig(AdapterConfig):
         above=0,
     )
 
+    @property
+    def unmixes(self) -> bool:
+        return True
+
 
 class Unmix(Adapter):
     """Clusters the images by how they are corrupted, and normalises each with its own cluster: no gradient step.

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cafe_tta import data, storage, stream
-from cafe_tta.adapter import Adapter, StepRefused
+from cafe_tta.adapter import Adapter, AdapterConfig, StepRefused
 from cafe_tta.data import Advance, ImageSet, Labels
 from cafe_tta.models import Model
 from cafe_tta.options import Options, option
 from cafe_tta.runs import results
 from cafe_tta.runs.measure import measure, notes, running_statistics_followed, tracked_batches
 from cafe_tta.runs.progress import Position, ProgressFolder, describe_differences, write_answers
+from cafe_tta.runs.sheet import Clusters
 from cafe_tta.source import Reference
 
 
@@ -46,6 +47,12 @@ class RunOptions(Options):
     seed: int = option(0, "Seed of the shuffling, and of the images that are measured.", least=0)
     measure: int = option(
         1024, "Number of images on which the model before and after adapting are compared; 0 compares nothing.", least=0
+    )
+    sheet: bool = option(
+        False,
+        "For a method that unmixes: draw a contact sheet of its clusters, clusters.png, and list the cluster of each "
+        "image in clusters.csv. Reads the images once more.",
+        flag="--sheet",
     )
     save_every: int = option(50, "Number of batches after which the progress is saved.", least=1)
     resume: bool = option(False, "Continue a run that was stopped.", flag="--resume")
@@ -87,6 +94,7 @@ class FolderRun:
     ) -> None:
         self.model, self.adapter, self.imageset, self.output = model, adapter, imageset, Path(output)
         self.options, self.reference, self.workers = options or RunOptions(), reference, workers
+        check_sheet(self.options, adapter.name, adapter.config)
         self.settings = {
             "method": adapter.name,
             "options": asdict(adapter.config),
@@ -119,7 +127,7 @@ class FolderRun:
     @property
     def total(self) -> int:
         """Images over all passes."""
-        return len(self.options.phases) * len(self.imageset)
+        return (len(self.options.phases) + self.options.sheet) * len(self.imageset)
 
     def finished(self) -> bool:
         """Whether the folder holds the results of this very run; raises where it holds those of another."""
@@ -154,11 +162,20 @@ class FolderRun:
             raise ValueError(f"{none} be read; {self.output / 'unreadable.csv'} says why")
         results.write_predictions(self.output / "predictions.csv", self.imageset, answers, self.model.classes)
         self.adapter.save(self.output / "state.safetensors")
-        summary = self._summary(answers, position, tracked)
+        clusters = self.draw_sheet(advance) if self.options.sheet else None
+        summary = self._summary(answers, position, tracked, clusters)
         # Written last: a folder with a summary holds a finished run.
         storage.write_bytes(self.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self.progress.clear()
         return summary
+
+    def draw_sheet(self, advance: Advance = lambda amount: None) -> Clusters:
+        """Assigns every image to the clusters as they are now, and writes clusters.png and clusters.csv."""
+        batch_size, workers = self.adapter.config.batch_size, self.workers
+        loader = data.Loader(self.imageset, self.model.preprocessing, batch_size, workers=workers, advance=advance)
+        clusters = Clusters.of(self.adapter, loader)
+        results.write_clusters(self.output, self.imageset, clusters, self.adapter.name, self.options.seed)
+        return clusters
 
     def _pass_over(self, advance: Advance, stop: Callable[[], bool]) -> Position:
         phases = self.options.phases
@@ -203,7 +220,9 @@ class FolderRun:
                 raise Stopped(f"{done / self.total:.0%} done and saved")
         advance(len(self.order) - position.consumed)
 
-    def _summary(self, answers: npt.NDArray[np.void], position: Position, tracked: list[int]) -> dict[str, Any]:
+    def _summary(
+        self, answers: npt.NDArray[np.void], position: Position, tracked: list[int], clusters: Clusters | None
+    ) -> dict[str, Any]:
         options, adapter = self.options, self.adapter
         measurement = None
         if options.measure:
@@ -237,6 +256,7 @@ class FolderRun:
             "batches_without_step": position.reasons.total(),
             "most_frequent_reason": position.reasons.most_frequent()[1] or None,
             "most_frequent_reason_batches": position.reasons.most_frequent()[0],
+            "clusters": clusters.sizes if clusters else adapter.clusters.sizes if adapter.clusters else None,
             "accuracy": accuracy,
             "labelled_images": labelled,
             "measured": None if measurement is None else measurement.summary(),
@@ -259,6 +279,15 @@ def check_output(output: Path, options: RunOptions) -> None:
             raise ValueError(f"{output} holds a run that was stopped; `resume` continues it, `overwrite` starts anew")
     elif options.resume:
         raise ValueError(f"there is no stopped run in {output} to resume; start one without `resume`")
+
+
+def check_sheet(options: RunOptions, method: str, config: AdapterConfig) -> None:
+    """Raises where a sheet of clusters is asked of a method that makes none."""
+    if options.sheet and not config.unmixes:
+        raise ValueError(
+            f"expected a method that unmixes with `sheet`, which shows its clusters, but {method} with these options "
+            "makes none; choose unmix, or a method with gradient steps and normalisation=unmix"
+        )
 
 
 def digest(parts: Iterable[bytes]) -> str:

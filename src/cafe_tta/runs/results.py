@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from cafe_tta import data, storage
 from cafe_tta.data import Labels
+from cafe_tta.runs.sheet import Clusters
 
-FILES = ("predictions.csv", "unreadable.csv", "state.safetensors", "summary.json")
+SHEET, CLUSTERS = "clusters.png", "clusters.csv"
+FILES = ("predictions.csv", "unreadable.csv", "state.safetensors", SHEET, CLUSTERS, "summary.json")
 
 
 def remove(output: Path) -> None:
@@ -32,6 +34,15 @@ def write_predictions(
         for answer in answers
     )
     _write_csv(path, ("file", "class", "confidence"), rows)
+
+
+def write_clusters(output: Path, imageset: data.ImageSet, clusters: Clusters, method: str, seed: int) -> None:
+    """The cluster of every image, and a contact sheet of them."""
+    pairs = zip(clusters.indices.tolist(), clusters.numbers.tolist(), strict=True)
+    _write_csv(output / CLUSTERS, ("file", "cluster"), ((imageset.item_name(index), number) for index, number in pairs))
+    images, count = len(clusters.indices), len(clusters.sizes)
+    title = f"{method}: {images:,} images in {count} {'cluster' if count == 1 else 'clusters'}"
+    storage.write_bytes(output / SHEET, clusters.sheet(imageset, title, seed))
 
 
 def write_unreadable(output: Path, unreadable: list[data.Unreadable]) -> None:
