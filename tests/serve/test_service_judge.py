@@ -268,7 +268,7 @@ def test_a_bad_camera_alone_at_night_does_not_harm_the_others(source, serve, kin
     reference = Reference(source.needs["stats"], margin=1.5)
 
     def alignment(service):
-        _, features, _ = service._snapshots.published.front(weather(200, seed=77))
+        features = service._snapshots.published.front(weather(200, seed=77)).features
         return reference.alignment(features)
 
     found = {}

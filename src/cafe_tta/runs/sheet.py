@@ -68,11 +68,9 @@ class Clusters:
                 draw.rectangle((left - 1, top - 1, left + side, top + side), EMPTY)  # an edge for white images
                 sheet.paste(tile(_read(imageset, index), side), (left, top))
         if rest > 0:
-            images = sum(self.sizes[ROWS:])
-            text = (
-                f"and {rest} smaller {'cluster' if rest == 1 else 'clusters'}, {_percent(images / len(self.numbers))}"
-            )
-            draw.text((MARGIN, height - MARGIN), f"{text} of the images", FAINT, font(13), "lb")
+            share = _percent(sum(self.sizes[ROWS:]) / len(self.numbers))
+            text = f"and {rest} smaller {'cluster' if rest == 1 else 'clusters'} with {share} of the images"
+            draw.text((MARGIN, height - MARGIN), text, FAINT, font(13), "lb")
         return png(sheet)
 
     def _label(self, draw: "ImageDraw", number: int, middle: int) -> None:

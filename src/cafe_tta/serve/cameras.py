@@ -44,6 +44,7 @@ class Camera:
     source_features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
     predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PREDICTIONS))
     fingerprints: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    clusters: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))  # of its images; -1: in none
     flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
     changed: bool = False  # since it was assessed
     drift: float | None = None
@@ -65,10 +66,11 @@ class Camera:
         if gain is not None:
             self.gain = gain if self.gain is None else (self.gain + gain) / 2
 
-    def saw(self, features: Tensor, prediction: tuple[int, float], of_source: bool) -> None:
+    def saw(self, features: Tensor, prediction: tuple[int, float], cluster: int, of_source: bool) -> None:
         """Notes an answered image."""
         self.images += 1
         self.predictions.append(prediction)
+        self.clusters.append(cluster)
         self.features.append(features)
         if of_source:
             self.source_features.append(features)
@@ -141,6 +143,11 @@ class Cameras:
             self._cameras[name] = Camera(name, camera.images, camera.adapted, camera.last_seen)
         self.drift = {"overall": None, "source": None}
         self.divergences = None
+
+    def forget_clusters(self) -> None:
+        """Forgets which clusters the images fell into: another snapshot numbers its own."""
+        for camera in self:
+            camera.clusters.clear()
 
     def assess(self) -> None:
         """Updates drift and quarantine of each camera that has sent images."""

@@ -100,14 +100,15 @@ class Service:
         passed = _forward(images, of_source, published.front, self._snapshots.source)
         probabilities, labels = passed.logits.softmax(1).max(1)
         screened = screen(images) if self.settings.judge and self._adapting else None
-        rows = list(zip(passed.features.unbind(), labels.tolist(), probabilities.tolist(), strict=True))
+        predictions = zip(labels.tolist(), probabilities.tolist(), strict=True)
+        rows = list(zip(passed.features.unbind(), predictions, passed.clusters, strict=True))
         drift: list[float | None] = []
         taken: list[bool] = []
         with self._lock:
             for i, name in enumerate(cameras):
-                features, label, confidence = rows[i]
+                features, prediction, cluster = rows[i]
                 camera = self._cameras.touch(name)
-                camera.saw(features.clone(), (label, confidence), passed.versions[i] == SOURCE_VERSION)
+                camera.saw(features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
                 takes = adapt[i] and not flaw and self._wanted(camera)
                 if takes:
@@ -123,7 +124,7 @@ class Service:
 
     def probe(self, images: Tensor) -> Tensor:
         """Logits of the published snapshot, not counted anywhere: to warm up, and to see whether it answers."""
-        return self._snapshots.published.front(images)[2].float().cpu()
+        return _plain(self._snapshots.published.front(images).logits)
 
     def observe(self, images: int, seconds: float) -> None:
         """Notes how long a request took, for the series."""
@@ -184,6 +185,7 @@ class Service:
             chosen = self._snapshots.roll_back(version)
             with self._lock:
                 self._steps["rolled_back"] += 1
+                self._cameras.forget_clusters()
                 self._record("rolled_back", f"rolled back from version {now} to {chosen} by an operator")
 
     def save(self) -> None:
@@ -208,6 +210,7 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Everything that the dashboard shows, as plain JSON."""
         sizes = [] if self._reference is None else self._reference.sizes
+        clusters = self._snapshots.published.front.clusters
         with self._lock:
             return {
                 "name": self.name,
@@ -221,7 +224,8 @@ class Service:
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
                 "drift": {name: finite(drift) for name, drift in self._cameras.drift.items()},
-                "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out),
+                "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out, clusters),
+                "clusters": status.describe_clusters(clusters),
                 "groups": status.describe_groups(self._cameras.divergences, sizes),
                 "classes": status.describe_classes(self._cameras, self.class_names),
                 "events": list(self._events),
@@ -334,6 +338,8 @@ class Service:
         self._record(outcome.kind, outcome.text, **outcome.figures)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
+        if outcome.kind == "rolled_back":
+            self._cameras.forget_clusters()
         for camera in self._cameras:
             if outcome.kind == "rolled_back":
                 camera.gain = None
@@ -386,23 +392,26 @@ class _Passed:
     features: Tensor  # (B, D) float32, on the CPU
     logits: Tensor  # (B, C) float32, on the CPU
     versions: list[int]
+    clusters: list[int]
     published: int
 
 
 def _forward(images: Tensor, of_source: Sequence[bool], published: Replica, source: Replica) -> _Passed:
     """One pass, or two where some of the images are answered by the source model."""
     if not any(of_source) or all(of_source):
-        version, features, logits = (source if any(of_source) else published)(images)
-        return _Passed(_plain(features), _plain(logits), [version] * len(images), published.version)
+        one = (source if any(of_source) else published)(images)
+        versions = [one.version] * len(images)
+        return _Passed(_plain(one.features), _plain(one.logits), versions, one.clusters, published.version)
     chosen = torch.tensor(of_source)
-    version, features, logits = published(images[~chosen])
-    source_version, source_features, source_logits = source(images[chosen])
-    every_feature = torch.empty(len(images), features.shape[1])
-    every_logit = torch.empty(len(images), logits.shape[1])
-    every_feature[~chosen], every_feature[chosen] = _plain(features), _plain(source_features)
-    every_logit[~chosen], every_logit[chosen] = _plain(logits), _plain(source_logits)
-    versions = [source_version if of else version for of in of_source]
-    return _Passed(every_feature, every_logit, versions, version)
+    ours, theirs = published(images[~chosen]), source(images[chosen])
+    features = torch.empty(len(images), ours.features.shape[1])
+    logits = torch.empty(len(images), ours.logits.shape[1])
+    features[~chosen], features[chosen] = _plain(ours.features), _plain(theirs.features)
+    logits[~chosen], logits[chosen] = _plain(ours.logits), _plain(theirs.logits)
+    versions = [theirs.version if of else ours.version for of in of_source]
+    own, others = iter(ours.clusters), iter(theirs.clusters)
+    clusters = [next(others if of else own) for of in of_source]
+    return _Passed(features, logits, versions, clusters, ours.version)
 
 
 def _plain(tensor: Tensor) -> Tensor:

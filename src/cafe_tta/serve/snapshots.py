@@ -23,11 +23,12 @@ SOURCE_VERSION = 0
 CHUNK = 16  # images in one background pass: an answer has to wait for no more than these
 KIND, FORMAT = "serve-snapshot", 1
 _NAME = re.compile(r"snapshot-(\d{8})\.safetensors")
+_OPTIMIZER = re.compile(r"(\d+\.)?optimizer\.")  # of the adapter, or of the members of an ensemble
 
 
 def for_answering(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of an adapter's state that answers depend on, without the optimiser's memory."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("classifier.", "adapter."))}
+    return {name: tensor for name, tensor in tensors.items() if not _OPTIMIZER.match(name)}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -40,6 +41,16 @@ def all_finite(tensors: Mapping[str, Tensor]) -> bool:
 
 
 # Models that answer
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch after its forward pass."""
+
+    version: int  # of the snapshot
+    features: Tensor  # (B, D)
+    logits: Tensor  # (B, C)
+    clusters: list[int]  # number of each image's cluster; -1: in none, or the method does not unmix
 
 
 class Replica:
@@ -63,16 +74,23 @@ class Replica:
             self._adapter.set_state(copied(for_answering(tensors)))
             self.version = version
 
-    def __call__(self, images: Tensor) -> tuple[int, Tensor, Tensor]:
-        """The version that answers, features (B, D) and logits (B, C)."""
+    @property
+    def clusters(self) -> dict[int, int] | None:
+        """Images of every cluster by its number, the largest first; None where the method does not unmix."""
+        return None if self._adapter.clusters is None else self._adapter.clusters.counts
+
+    def __call__(self, images: Tensor) -> Pass:
+        """Answers a batch."""
         with self._lock:  # the layers keep what they received during a pass: one at a time
             features, logits = self._adapter.features_and_logits(images)
-            return self.version, features, logits
+            unmixer = self._adapter.clusters
+            members = [-1] * len(images) if unmixer is None else unmixer.members.tolist()
+            return Pass(self.version, features, logits, members)
 
     def in_chunks(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features and logits, computed a few images at a time, so that answers can be given in between."""
-        parts = [self(part)[1:] for part in images.split(CHUNK)]
-        return torch.cat([features for features, _ in parts]), torch.cat([logits for _, logits in parts])
+        parts = [self(part) for part in images.split(CHUNK)]
+        return torch.cat([part.features for part in parts]), torch.cat([part.logits for part in parts])
 
 
 class Published:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,9 @@ MOST_SHIFTED = 8  # feature groups that are shown
 SERIES, REQUESTS = 300, 10_000  # how many points, and how many requests within a point, are kept
 
 
-def describe_cameras(cameras: Iterable[Camera], images: int, opted_out: set[str]) -> list[dict[str, Any]]:
+def describe_cameras(
+    cameras: Iterable[Camera], images: int, opted_out: set[str], clusters: Mapping[int, int] | None
+) -> list[dict[str, Any]]:
     return [
         {
             "camera": camera.name,
@@ -25,9 +27,24 @@ def describe_cameras(cameras: Iterable[Camera], images: int, opted_out: set[str]
             "last_seen": camera.last_seen,
             "quarantined": camera.quarantined or None,
             "model": "source" if camera.wants_source else "published",
+            "clusters": None if clusters is None else _shares(camera.clusters, clusters),
         }
         for camera in cameras
     ]
+
+
+def _shares(numbers: Sequence[int], known: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The clusters of recent images with their shares, the largest first; the rest was in none that there is now."""
+    counts = Counter(number for number in numbers if number in known)
+    return [{"cluster": number, "share": count / len(numbers)} for number, count in counts.most_common()]
+
+
+def describe_clusters(clusters: Mapping[int, int] | None) -> list[dict[str, Any]] | None:
+    """The clusters of the published snapshot, the largest first; None where the method does not unmix."""
+    if clusters is None:
+        return None
+    total = max(1, sum(clusters.values()))
+    return [{"cluster": number, "images": size, "share": size / total} for number, size in clusters.items()]
 
 
 def describe_classes(cameras: Iterable[Camera], names: Sequence[str] | None) -> list[dict[str, Any]]:

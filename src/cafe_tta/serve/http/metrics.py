@@ -96,6 +96,10 @@ class _OfService(Collector):
             "cafe_tta_adapting", "1 while the model adapts.", value=float(status["state"] == "adapting")
         )
         yield GaugeMetricFamily("cafe_tta_cameras", "Cameras that are known.", value=len(status["cameras"]))
+        if status["clusters"] is not None:
+            yield GaugeMetricFamily(
+                "cafe_tta_clusters", "Clusters of images that are corrupted alike.", value=len(status["clusters"])
+            )
         drift = GaugeMetricFamily(
             "cafe_tta_drift", "Distance from the source images; up to 1 looks like the source.", labels=["model"]
         )

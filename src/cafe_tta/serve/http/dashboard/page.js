@@ -190,6 +190,7 @@ function render() {
   cameras(s);
   groups(s);
   classes(s);
+  clusters(s);
   happened(s, events);
 }
 
@@ -265,8 +266,15 @@ function cameras(s) {
       html("td", { title: word }, html("div", { class: "lolly " + kind }, html("b", {}, text), lolly(c.drift))),
       html("td", { title: MODELS[c.model] }, c.model === "source" ? "source" : "adapted"),
       html("td", { class: "number", title: known(c.share) ? `${(100 * c.share).toFixed(1)} % of all images` : null }, short(c.images)),
-      html("td", { class: "number" }, since(s.now - c.last_seen)));
+      html("td", { class: "number" }, since(s.now - c.last_seen)),
+      s.clusters ? fallen(c.clusters || []) : null);
   }));
+}
+// Which clusters the recent images of a camera fell into: the numbers of the larger ones, all shares in the tooltip.
+function fallen(shares) {
+  const large = shares.filter((c) => c.share >= 0.05).map((c) => c.cluster);
+  const title = shares.map((c) => `cluster ${c.cluster}: ${(100 * c.share).toFixed(0)} %`).join("\n");
+  return html("td", { class: "number", title: title || "in no cluster yet, or answered by the source model" }, large.length ? large.join(", ") : "–");
 }
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => {
@@ -296,6 +304,17 @@ function classes(s) {
   byId("classes").className = all.every((c) => String(c.class).length < 4) ? "bars short" : "bars";
   write("classes-count", total > 16 ? `the ${all.length} most frequent of ${total}` : "recent images");
   byId("classes").replaceChildren(...all.map((c) => row(String(c.class), (100 * c.share).toFixed(1) + " %", c.share / most, String(c.class))));
+}
+
+function clusters(s) {
+  const all = s.clusters || [];
+  for (const id of ["clusters-card", "cameras-clusters"]) byId(id).hidden = !s.clusters;
+  document.querySelector("main").classList.toggle("unmixing", Boolean(s.clusters));
+  const shown = all.slice(0, 12);
+  const most = Math.max(1e-9, ...shown.map((c) => c.share));
+  byId("clusters-empty").hidden = all.length > 0;
+  write("clusters-count", all.length > shown.length ? `the ${shown.length} largest of ${all.length}` : "images adapted to");
+  byId("clusters").replaceChildren(...shown.map((c) => row(String(c.cluster), short(c.images), c.share / most, `cluster ${c.cluster}: ${short(c.images)} images, ${(100 * c.share).toFixed(1)} %`)));
 }
 
 let newest = null;
