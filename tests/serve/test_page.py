@@ -74,6 +74,7 @@ def check_empty(driver) -> None:
     assert "no images yet" in text(driver, "#drift-more")
     assert shown(driver, "#cameras-empty")
     assert shown(driver, "#drift-plot .empty")
+    assert not shown(driver, "#clusters-card") and not shown(driver, "#cameras-clusters")  # nothing is unmixed
     assert not driver.find_element("id", "rollback").is_enabled()
 
 
@@ -155,6 +156,49 @@ def check_control(driver, client) -> None:
 
 def kinds(client) -> set[str]:
     return {event["kind"] for event in client.get("/api/status").json()["events"]}
+
+
+def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_restart(files, tmp_path):
+    require_browser()
+    # The margin: no camera of this model, which nobody trained, looks like the source.
+    options = ("--method", "unmix", "--state", str(tmp_path), "--gate-margin", "1e-6")
+    grey = (100 + digits(128) // 16).astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (128, 32, 32, 3)).astype(np.uint8)
+    with browser() as driver:
+        with serve(files, *options) as server, server.until_ready().client() as client:
+            driver.get(server.url)
+            until(driver, lambda: shown(driver, "#clusters-empty"), "a place for clusters")
+            for part in range(0, 128, 32):
+                send(server, "grey", grey[part : part + 32])
+                send(server, "noise", noise[part : part + 32])
+            until(driver, lambda: client.get("/api/status").json()["steps"]["accepted"] >= 2, "accepted steps")
+            for camera, images in (("grey", grey), ("noise", noise)):  # answered with the clusters of those steps
+                send(server, camera, images[64:])
+            check_clusters(driver, client)
+            check_widths(driver)
+            gauge = re.search(r"^cafe_tta_clusters (\S+)$", client.get("/metrics").text, re.M)
+            assert client.post("/api/pause").json()["ok"]
+            before = client.get("/api/status").json()["clusters"]
+            assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
+        with serve(files, *options) as server, server.until_ready().client() as client:
+            assert client.get("/api/status").json()["clusters"] == before
+            driver.get(server.url)
+            sizes = [f"{cluster['images']:,}" for cluster in before[:12]]
+            until(driver, lambda: texts(driver, "#clusters .value") == sizes, "the clusters of before")
+
+
+def check_clusters(driver, client) -> None:
+    def numbers() -> dict[str, str]:
+        names, cells = texts(driver, "#cameras td:nth-child(1)"), texts(driver, "#cameras td:nth-child(6)")
+        return dict(zip(names, cells, strict=True))
+
+    until(driver, lambda: len(texts(driver, "#clusters li")) >= 2, "at least two clusters")
+    until(driver, lambda: numbers() and all(re.search(r"\d", cell) for cell in numbers().values()), "their numbers")
+    shown_numbers = {name: set(cell.split(", ")) for name, cell in numbers().items()}
+    assert shown_numbers.keys() == {"grey", "noise"} and not shown_numbers["grey"] & shown_numbers["noise"]
+    title = driver.find_element("css selector", "#cameras td:nth-child(6)").get_attribute("title")
+    assert re.match(r"cluster \d+: \d+ %", title)
+    assert not errors(driver)
 
 
 def test_a_lost_connection_is_shown_and_found_again(files):
