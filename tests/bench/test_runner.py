@@ -25,6 +25,7 @@ from cafe_tta.bench.records import Record, Results, read
 from cafe_tta.bench.runner import Runner
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.cli.app import app
+from cafe_tta.methods import METHODS
 
 from .report_records import record as made_up_record
 
@@ -238,9 +239,10 @@ def test_methods_without_statistics_of_their_own_unmix(results, source_folder):
     styles = side.grouped().styles
     for planned, record in zip(runner.runs(), read(results / "records.jsonl"), strict=True):
         config, source = planned.row.config, needed.get(record.method)
-        by_hand = cafe.METHODS[record.method](side.classifier, source, config, styles=styles)
+        by_hand = METHODS[record.method](side.classifier, source, config, styles=styles)
         outcome = evaluate.evaluate(by_hand, runner.stream(planned.episode), "online")
         assert record.accuracy == outcome.accuracy and by_hand.clusters.sizes
+        assert record.needs == (METHODS[record.method].needs or "stats")
 
 
 def test_online_experiments_use_the_papers_online_presets(results):

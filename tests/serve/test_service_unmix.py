@@ -93,6 +93,24 @@ def test_cameras_show_the_clusters_of_their_recent_images(serve):
     assert status["clusters"] == [] and all(camera["clusters"] == [] for camera in status["cameras"])
 
 
+def test_the_source_model_answers_exactly_and_its_images_fall_into_no_cluster(source, serve):
+    service = serve("cafe", judge=False)
+    send(service)
+    for camera in service._cameras:
+        camera.gain = 1.0 if camera.name == "grey" else None  # adapting did not help it
+    service._cameras.get("grey").clusters.clear()
+    service._cameras.get("grey").source_drift = service._cameras.get("noisy").source_drift = 2.0
+    images = torch.cat([noisy(5, 50), grey(5, 50)])
+    order = torch.tensor([0, 5, 1, 6, 2, 7, 3, 8, 4, 9])  # both in one batch, in turns
+    names = ["noisy" if i < 5 else "grey" for i in order.tolist()]
+    answers = service.answer(images[order], names, [False] * 10)
+    of_source = torch.tensor([name == "grey" for name in names])
+    assert torch.equal(answers.logits[of_source], source.classifier(images[5:]).detach())
+    torch.testing.assert_close(answers.logits[~of_source], service.probe(images[:5]))
+    cameras = {camera["camera"]: camera["clusters"] for camera in service.status()["cameras"]}
+    assert cameras["grey"] == [] and cameras["noisy"]
+
+
 def test_without_unmixing_there_are_no_clusters(source):
     service = Service(cafe.create("tent", source.classifier), Settings(step_images=16), None)
     service.answer(noisy(4), ["a"] * 4, [True] * 4)

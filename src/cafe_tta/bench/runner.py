@@ -173,7 +173,7 @@ class Runner:
             **{key: self.results.settings[key] for key in SHARED_SETTINGS},
             method=planned.row.method,
             label=planned.row.label,
-            needs=planned.row.needs,
+            needs=planned.row.needs or ("stats" if planned.row.config.unmixes else None),
             config=asdict(planned.row.config),
             protocol=planned.protocol,
             mode=planned.mode,

@@ -54,9 +54,12 @@ class Pass:
 
 
 class Replica:
-    """A copy of the adapter that only answers. Its weights change between two passes, never during one."""
+    """A copy of the adapter that only answers. Its weights change between two passes, never during one.
 
-    def __init__(self, adapter: Adapter) -> None:
+    With `unmixing` off, its images are normalised as in training, and fall into no cluster.
+    """
+
+    def __init__(self, adapter: Adapter, unmixing: bool = True) -> None:
         source_state = adapter._source_state
         adapter._source_state = {}  # constant: shared, not copied
         try:
@@ -65,6 +68,9 @@ class Replica:
             adapter._source_state = source_state
         self._adapter._source_state = source_state
         self._adapter.reset()
+        for part in self._adapter.modules():
+            if isinstance(part, Adapter) and part.normaliser.unmixer is not None:  # itself, or members of an ensemble
+                part.normaliser.unmixer.enabled = unmixing
         self._lock = threading.Lock()
         self.version = SOURCE_VERSION
 
@@ -84,8 +90,9 @@ class Replica:
         with self._lock:  # the layers keep what they received during a pass: one at a time
             features, logits = self._adapter.features_and_logits(images)
             unmixer = self._adapter.clusters
-            members = [-1] * len(images) if unmixer is None else unmixer.members.tolist()
-            return Pass(self.version, features, logits, members)
+            if unmixer is None or not unmixer.enabled:
+                return Pass(self.version, features, logits, [-1] * len(images))
+            return Pass(self.version, features, logits, unmixer.members.tolist())
 
     def in_chunks(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features and logits, computed a few images at a time, so that answers can be given in between."""
@@ -248,7 +255,7 @@ class Snapshots:
     def __init__(self, adapter: Adapter, settings: Settings) -> None:
         adapter.reset()
         self.adapter = adapter
-        self.source = Replica(adapter)
+        self.source = Replica(adapter, unmixing=False)
         self.published = Published(adapter)
         self.history = History(settings.history, int(settings.history_megabytes * 2**20))
         self.highest = SOURCE_VERSION  # version that was given out
