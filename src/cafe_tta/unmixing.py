@@ -75,10 +75,8 @@ class Unmixer:
     def counts(self) -> dict[int, int]:
         """Images of every cluster among the last ones by its number, the largest first."""
         memory = self.clusters.memory
-        sizes = torch.bincount(memory["cluster"], memory["images"].double()).tolist()
-        return {
-            number: int(sizes[number]) for number in np.argsort(sizes, kind="stable")[::-1].tolist() if sizes[number]
-        }
+        sizes = torch.bincount(memory["cluster"], memory["images"].double()).long().tolist()
+        return {number: size for number, size in sorted(enumerate(sizes), key=lambda pair: -pair[1]) if size}
 
     @property
     def numbers(self) -> Tensor:

@@ -96,7 +96,9 @@ def _show(summary: dict[str, Any], run: FolderRun) -> None:
     if summary["batches_without_step"]:
         facts.append(("without a step", _without_step(summary)))
     if summary["clusters"] is not None:
-        facts.append(("clusters", _sizes(summary["clusters"])))
+        recent = sum(summary["clusters"])
+        of = "" if run.options.sheet or recent >= summary["images"] else f" (of the last {recent} images)"
+        facts.append(("clusters", _sizes(summary["clusters"]) + of))
     right = f"accuracy unknown: {run.why_no_labels}"
     if summary["accuracy"] is not None:
         right = f"{summary['accuracy']:.1%} of {summary['labelled_images']} right"

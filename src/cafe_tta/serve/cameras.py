@@ -145,7 +145,7 @@ class Cameras:
         self.divergences = None
 
     def forget_clusters(self) -> None:
-        """Forgets which clusters the images fell into: another snapshot numbers its own."""
+        """Forgets which clusters the images fell into: every snapshot numbers its own."""
         for camera in self:
             camera.clusters.clear()
 

@@ -338,7 +338,7 @@ class Service:
         self._record(outcome.kind, outcome.text, **outcome.figures)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
-        if outcome.kind == "rolled_back":
+        if outcome.kind in ("accepted", "rolled_back"):
             self._cameras.forget_clusters()
         for camera in self._cameras:
             if outcome.kind == "rolled_back":

@@ -92,7 +92,7 @@ class Replica:
             unmixer = self._adapter.clusters
             if unmixer is None or not unmixer.enabled:
                 return Pass(self.version, features, logits, [-1] * len(images))
-            return Pass(self.version, features, logits, unmixer.members.tolist())
+            return Pass(self.version, features, logits, unmixer.numbers.tolist())
 
     def in_chunks(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features and logits, computed a few images at a time, so that answers can be given in between."""

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cafe_tta.runs import clusters
-from cafe_tta.runs.clusters import Clusters
+from cafe_tta.runs import sheet
+from cafe_tta.runs.sheet import Clusters
 
 
 @given(st.lists(st.integers(-1, 31), max_size=60))
 def test_clusters_are_numbered_by_size(members):
-    numbers = clusters._by_size(np.array(members, dtype=np.int64))
+    numbers = sheet._by_size(np.array(members, dtype=np.int64))
     slots, ranks = Counter(m for m in members if m >= 0), Counter(n for n in numbers.tolist() if n)
     assert sorted(ranks) == list(range(1, len(slots) + 1))
     assert [ranks[number] for number in sorted(ranks)] == sorted(slots.values(), reverse=True)
