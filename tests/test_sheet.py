@@ -4,7 +4,7 @@ import io
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -12,6 +12,7 @@ from cafe_tta.runs import sheet
 from cafe_tta.runs.sheet import Clusters
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-1, 31), max_size=60))
 def test_clusters_are_numbered_by_size(members):
     numbers = sheet._by_size(np.array(members, dtype=np.int64))
