@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cafe_tta import data, models
+from cafe_tta import data
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
 from cafe_tta.cli.flags import command
 from cafe_tta.data.options import DataOptions
@@ -36,9 +36,7 @@ def adapt(
     """  # noqa: E501 - a line break here would be one in the help
     config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
-    method.require_source()
-    chosen = models.load_classifier(model)
-    sources = method.sources(chosen, options.seed)
+    chosen, sources = method.load(model, options.seed, say)
     run = FolderRun(
         chosen,
         method.adapter(chosen, sources, config),

@@ -36,7 +36,7 @@ class Answers:
     labels: Tensor  # (B,) int64: the predicted classes
     probabilities: Tensor  # (B,) float32: of the predicted classes
     version: int  # of the snapshot that was published; 0 is the source model
-    drift: list[float | None]  # of each image's camera: at most 1 looks like the source; None while unknown
+    drift: list[float | None]  # of each image's camera: 1 is like the source images; None while unknown
     adapted: list[bool]  # whether the image was taken for adapting
     versions: list[int]  # which snapshot answered each image: the published one, or 0, the source model
 

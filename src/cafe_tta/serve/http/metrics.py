@@ -97,7 +97,7 @@ class _OfService(Collector):
         )
         yield GaugeMetricFamily("cafe_tta_cameras", "Cameras that are known.", value=len(status["cameras"]))
         drift = GaugeMetricFamily(
-            "cafe_tta_drift", "Distance from the source images; up to 1 looks like the source.", labels=["model"]
+            "cafe_tta_drift", "Drift of recent images from the source images; 1 is like them.", labels=["model"]
         )
         for model, key in (("adapted", "overall"), ("source", "source")):
             if status["drift"].get(key) is not None:
