@@ -1,13 +1,14 @@
 """Splitting models of every make in front of their head."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import create, models
+from cafe_tta import SourceWarning, create, models
 from cafe_tta.classifier import SplitClassifier, evaluating, split_classifier
 from cafe_tta.source.stats import FeatureStats
 
@@ -160,7 +161,9 @@ def prepared(request: pytest.FixtureRequest) -> tuple[str, SplitClassifier, obje
     classifier = split_classifier(models.build(request.param, 5, size=32).eval())
     images = pictures(64)[..., :32, :32]
     features = FeatureStats.fit(classifier, images.split(32))
-    return request.param, classifier, features.group(num_groups=40, max_group_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SourceWarning)  # 64 images are few
+        return request.param, classifier, features.group(num_groups=40, max_group_size=8)
 
 
 @pytest.mark.parametrize("method", ["cafe", "tent", "infomax", "adabn"])

@@ -36,7 +36,7 @@ def adapt(
     """  # noqa: E501 - a line break here would be one in the help
     config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
-    chosen, sources = method.load(model, options.seed, say)
+    chosen, sources, lines = method.load(model, options.seed)
     run = FolderRun(
         chosen,
         method.adapter(chosen, sources, config),
@@ -50,6 +50,8 @@ def adapt(
     if run.finished():
         say(f"nothing to do: the run in {output} is finished; --overwrite starts over")
         return
+    for line in lines:
+        say(line)
     if run.adapter.adapts and not options.shuffled and run.class_by_class:
         say("note: the images come class by class, which misleads every method; --shuffle shuffles them")
     with StopRequest() as stop, progress("adapting", run.total) as advance:
@@ -107,6 +109,8 @@ def _measured(measured: dict[str, Any] | None, reference: Reference | None) -> l
     on = counted(measured["images"], "image")
     facts = [("", ""), ("evaluation mode", f"the model before -> after adapting, on {on}")]
     unknown = "unknown: no source statistics given"
+    if drift := _arrow(measured.get("drift"), ".2f"):
+        facts.append(("drift", f"{drift} (1: like the source images)"))
     facts.append(("alignment loss", _arrow(measured["alignment"], ".3f") or unknown))
     unknown = unknown if reference is None else "unknown: the statistics were made without --full"
     facts.append(("Fréchet distance", _arrow(measured["frechet_distance"], ".3f") or unknown))

@@ -80,9 +80,9 @@ def stats(
             _write_merged(merge_files(shards or []), options, writing)
         return None
     loaded, imageset = models.load_classifier(model), data.load(images.data)
-    say(f"images are read at {loaded.preprocessing.describe()}")
     with nullcontext() if share is None else torchrun_job(timeout) as job:
         read = SourceImages(loaded, imageset, options, shard=shard, job=job, workers=images.workers)
+        say(f"images are read at {loaded.preprocessing.describe()}")
         if writing.kind != "stats":
             return _write_value(read, writing.kind, writing.output)
         if histograms is not None:

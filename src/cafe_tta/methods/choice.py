@@ -1,9 +1,8 @@
 """A method chosen by name and texts, as commands and the server's settings do, and the adapter that it stands for."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,14 @@ from cafe_tta.options import Options, option, parse, split_assignments
 from cafe_tta.source import SourceValue
 
 _PANEL = "Method"
+
+
+class Chosen(NamedTuple):
+    """What an adapter is made of."""
+
+    model: Model
+    sources: dict[str, Any]  # source values by kind
+    notes: list[str]  # how images are read, for the user
 
 
 @dataclass(frozen=True)
@@ -56,22 +63,20 @@ class MethodOptions(Options):
             how = source.source_kind(self.needs).how_to_make
             raise ValueError(f"{self.method} needs {self.needs} from the source domain, but `source` is empty; {how}")
 
-    def load(
-        self, options: ModelOptions, seed: int = 0, say: Callable[[str], None] = lambda _: None
-    ) -> tuple[Model, dict[str, Any]]:
-        """The model, its images read as those of the source values were, and the source values by kind.
+    def load(self, options: ModelOptions, seed: int = 0) -> "Chosen":
+        """The model, its images read as those of the source values were, and the source values.
 
-        `say` receives a line on how images are read. Options that ask for another way are refused.
+        Options that ask for another way of reading images are refused.
         """
         self.require_source()
         values = self._load_files()
         given = {"size": options.image_size, "mean": options.mean, "std": options.std}
         record = source.agreed_record(values, given)
         model = _with_classes(models.load_classifier(options, preprocessing=record.preprocessing), record.classes)
-        say(f"images are read at {model.preprocessing.describe()}")
+        notes = [f"images are read at {model.preprocessing.describe()}"]
         for name in (name for name, value in values.items() if value.images.preprocessing is None):
-            say(f"note: {name} does not say how its images were read; they should have been read in the same way")
-        return model, self._checked(values, model, seed)
+            notes.append(f"note: {name} does not say how its images were read; it should have been in the same way")
+        return Chosen(model, self._checked(values, model, seed), notes)
 
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""

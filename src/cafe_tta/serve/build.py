@@ -37,7 +37,10 @@ def build(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Bu
 
 def _named(settings: Settings, say: Callable[[str], None]) -> tuple[models.Model, dict[str, Any]]:
     names = [described.name for described in options.describe(models.ModelOptions)]
-    return settings.load(models.ModelOptions(**{name: getattr(settings, name) for name in names}), say=say)
+    model, sources, notes = settings.load(models.ModelOptions(**{name: getattr(settings, name) for name in names}))
+    for note in notes:
+        say(note)
+    return model, sources
 
 
 def _embedded(settings: Settings, say: Callable[[str], None]) -> tuple[models.Model, dict[str, Any]]:
