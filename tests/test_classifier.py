@@ -1,14 +1,13 @@
 """Splitting models of every make in front of their head."""
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import SourceWarning, create, models
+from cafe_tta import create, models
 from cafe_tta.classifier import SplitClassifier, evaluating, split_classifier
 from cafe_tta.source.stats import FeatureStats
 
@@ -161,11 +160,10 @@ def prepared(request: pytest.FixtureRequest) -> tuple[str, SplitClassifier, obje
     classifier = split_classifier(models.build(request.param, 5, size=32).eval())
     images = pictures(64)[..., :32, :32]
     features = FeatureStats.fit(classifier, images.split(32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SourceWarning)  # 64 images are few
-        return request.param, classifier, features.group(num_groups=40, max_group_size=8)
+    return request.param, classifier, features.group(num_groups=40, max_group_size=8)
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
 @pytest.mark.parametrize("method", ["cafe", "tent", "infomax", "adabn"])
 def test_methods_take_a_step(prepared: tuple[str, SplitClassifier, object], method: str) -> None:
     name, classifier, source = prepared

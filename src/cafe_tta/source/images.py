@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from cafe_tta.models import Preprocessing
 from cafe_tta.normalisation import batchnorm_layers
 
-IMAGES_PER_DIM = 2  # fewer source images for each feature make covariances of noise
+IMAGES_PER_DIM = 8  # of the widest group: fewer source images make covariances of noise
 OUTSIDE = 0.5  # share of the source's range of values by which images may leave it
+TINY = 0.02  # share of the source's range that the values of images fill at least
 ENOUGH_IMAGES = 16  # of a stream are looked at
 LARGEST_DIVERGENCE = 1.0  # of what the first BatchNorm layer receives from what it received in training
 WATCHED_BATCHES = 16  # of source images
@@ -153,13 +154,13 @@ def _words(value: Any) -> str:
 # Images that cannot have been read as they should
 
 
-def few_images(count: int, dims: int) -> str:
-    """What is wrong with statistics of few images; empty where there are enough."""
-    if count >= IMAGES_PER_DIM * dims:
+def few_images(count: int, widest: int) -> str:
+    """What is wrong with statistics of few images; empty where there are enough for the widest group of features."""
+    if count >= IMAGES_PER_DIM * widest:
         return ""
     return (
-        f"the statistics of {count} images for {dims} features are mostly noise; make them of at least "
-        f"{IMAGES_PER_DIM * dims} images"
+        f"the statistics are of {count} images, but the widest group has {widest} features, and its covariance is "
+        f"mostly noise; make them of at least {IMAGES_PER_DIM * widest} images"
     )
 
 
@@ -207,6 +208,8 @@ class ImageCheck:
                 "both as the model was trained"
             )
         enough = self._count >= ENOUGH_IMAGES
+        if enough and 0 < high - low < TINY * width:
+            return f"{ranges}: they look normalised, or divided by 255, and the source images were not"
         plain = -0.01 <= low <= 0.02 and 0.98 <= high <= 1.01
         if enough and plain and not (limits[0] >= -0.25 and limits[1] <= 1.25):
             return f"{ranges}: they look like images divided by 255 that were not normalised"

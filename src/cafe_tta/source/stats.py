@@ -152,11 +152,11 @@ class FeatureStats(MadeOfImages):
         `keep_full` also stores the whole covariance, which the Fréchet distance needs.
         """
         dead = int(dead_dims(self.cov).sum())
-        if few := few_images(self.count, len(self.mean) - dead):
-            warnings.warn(few, SourceWarning, stacklevel=2)
         if num_groups is None:
             num_groups = default_num_groups(len(self.mean) - dead)
         groups = group_features(self.cov, num_groups, seed=seed, max_group_size=max_group_size)
+        if few := few_images(self.count, max(map(len, groups))):
+            warnings.warn(few, SourceWarning, stacklevel=2)
         meta = {
             **self.meta,
             "count": self.count,
@@ -275,11 +275,6 @@ class SourceStats(SourceValue):
     def widest_group(self) -> int:
         return max(len(dims) for dims in self.groups)
 
-    @property
-    def num_live(self) -> int:
-        """Features in groups: those that vary."""
-        return sum(len(dims) for dims in self.groups)
-
     def dimwise(self) -> "SourceStats":
         """The same statistics with every live dimension as a group of its own: no correlations."""
         pairs = sorted(
@@ -309,7 +304,7 @@ class SourceStats(SourceValue):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         source = super().load(path)
-        if few := few_images(source.meta.get("count", math.inf), source.num_live):
+        if few := few_images(source.meta.get("count", math.inf), source.widest_group):
             warnings.warn(f"{path}: {few}", SourceWarning, stacklevel=2)
         return source
 
