@@ -137,12 +137,15 @@ def agreed_record(values: Mapping[str, HasRecord], given: Mapping[str, Any]) -> 
         owner = owner or (name if record.preprocessing is not None else "")
         agreed = agreed.merge(record)
     if agreed.preprocessing is not None:
-        asked = {field: value for field, value in given.items() if value is not None}
-        if other := {field: value for field, value in asked.items() if value != getattr(agreed.preprocessing, field)}:
-            shown = ", ".join(f"{field} {_words(value)}" for field, value in other.items())
+        own = agreed.preprocessing
+        asked = {field: value for field, value in given.items() if value is not None and value != getattr(own, field)}
+        if asked:
+            settings: dict[str, Any] = {"size": own.size, "mean": own.mean, "std": own.std, **asked}
+            Preprocessing(**settings)  # refuses what makes no sense at all
+            shown = ", ".join(f"{field} {_words(value)}" for field, value in asked.items())
             raise ValueError(
-                f"{owner} was made of images at {agreed.preprocessing.describe()}, but {shown} was asked for; leave it "
-                "out, and the images are read as those were, or make the source values again"
+                f"{owner} was made of images at {own.describe()}, but {shown} was asked for; leave it out, and the "
+                "images are read as those were, or make the source values again"
             )
     return agreed
 
