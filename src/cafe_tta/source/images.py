@@ -2,7 +2,7 @@
 
 Images that were read in another way make wrong features without any error: so what is known is kept with every source
 value, compared where both sides are known, and looked for in the images themselves where they are not.
-docs/preprocessing.md has the figures behind the limits.
+docs/drift.md has the figures behind the limits.
 """
 
 import math
