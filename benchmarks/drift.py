@@ -41,6 +41,10 @@ class Setting:
     def corrupted(self, name: str, severity: int) -> Tensor:
         return self.loaded.preprocessing(corruptions.corrupt(self.pixels, name, severity))
 
+    def one_class(self, number: int) -> Tensor:
+        chosen = np.flatnonzero(np.asarray(self.source.labels) == number)[:256].tolist()
+        return self.loaded.preprocessing(self.source.images(chosen))
+
     def show(self, name: str, images: Tensor, reference: cafe.Reference) -> None:
         with torch.no_grad():
             parts = [self.classifier.features_and_logits(part) for part in images.split(128)]
@@ -73,7 +77,12 @@ def drift(setting: Setting) -> None:
             setting.show(f"{name}-{severity}", images, reference)
             batches = [part for part in images.split(16) if len(part) == 16]
             alarms += [name for part in batches for record in records if ImageCheck(record).look(part)]
-    print(f"\nalarms on corrupted images, in batches of 16: {len(alarms)} {sorted(set(alarms))}")
+    found = []
+    for number in range(setting.classifier.num_classes):
+        images = setting.one_class(number)
+        found.append(cafe.drift(setting.classifier, stats, images))
+    print(f"\ndrift of clean source images of one class: {min(found):.2f} to {max(found):.2f}")
+    print(f"alarms on corrupted images, in batches of 16: {len(alarms)} {sorted(set(alarms))}")
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
     plain = clean * std + mean
     for name, images in (("0..1", plain), ("0..255", 255 * plain), ("twice", (clean - mean) / std)):
