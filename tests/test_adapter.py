@@ -209,6 +209,7 @@ def test_one_bad_image_is_named(source):
         cafe.create("source", source.classifier)(images)
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
 def test_classifier_that_cannot_read_the_images_is_the_callers_mistake(source):
     adapter = cafe.create("cafe", source.classifier, source.needs["stats"])
     with pytest.raises(ValueError, match=r"the classifier cannot read images of shape \(4, 5, 10, 10\): "):

@@ -163,6 +163,7 @@ def prepared(request: pytest.FixtureRequest) -> tuple[str, SplitClassifier, obje
     return request.param, classifier, features.group(num_groups=40, max_group_size=8)
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
 @pytest.mark.parametrize("method", ["cafe", "tent", "infomax", "adabn"])
 def test_methods_take_a_step(prepared: tuple[str, SplitClassifier, object], method: str) -> None:
     name, classifier, source = prepared

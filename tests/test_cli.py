@@ -36,7 +36,7 @@ def run(*args, code=0):
     result = runner.invoke(app, [str(arg) for arg in args])
     assert result.exit_code == code, result.output
     if code == 2:
-        assert re.fullmatch(r"error: .+\n", result.stderr), result.stderr
+        assert re.fullmatch(r"(images are read at .+\n)?error: .+\n", result.stderr), result.stderr
         assert result.stdout == ""
     return result
 
@@ -134,7 +134,8 @@ def test_adapt_answers_every_image_that_can_be_read(made, tmp_path):
     assert summary["measured"]["alignment"]["after"] < summary["measured"]["alignment"]["before"]
     assert summary["measured"]["frechet_distance"]["before"] > 0
     assert "60, 2 unreadable left out" in result.stdout and "Fréchet distance" in result.stdout
-    assert result.stderr == ""  # no bar where nobody watches
+    # No bar where nobody watches.
+    assert result.stderr == "images are read at 32 px, mean 0.5,0.5,0.5, std 0.5,0.5,0.5\n"
     assert not (tmp_path / "out/progress").exists()
 
 
@@ -231,10 +232,53 @@ def test_a_limit_is_drawn_from_all_classes(made, tmp_path):
     assert re.search(r"images +50\n", result.stdout)
 
 
+def test_images_are_read_as_those_of_the_statistics_were(made, tmp_path):
+    """Other settings than the model's own, given to `stats` alone; with class names of its class folders."""
+    model, stats = made / "model/model.safetensors", tmp_path / "other.safetensors"
+    named = ("stats", "--model", model, "--data", "digits:test", "--mean", ".4,.4,.4", "--image-size", 40)
+    shown = run(*named, "--output", stats)
+    line = "40 px, mean 0.4,0.4,0.4, std 0.5,0.5,0.5"
+    assert f"images are read at {line}\n" in shown.stderr and f"read at   {line}\n" in shown.stdout
+    result = adapt(made, tmp_path / "out", "--stats", stats)
+    assert result.stderr.startswith(f"images are read at {line}\n")
+    assert (
+        "size=40, mean=(0.4, 0.4, 0.4)"
+        in json.loads((tmp_path / "out/summary.json").read_text())["settings"]["preprocessing"]
+    )
+    given = adapt(made, tmp_path / "given", "--stats", stats, "--image-size", 40, "--mean", ".4,.4,.4")
+    assert predictions(tmp_path / "given") == predictions(tmp_path / "out") and given.stderr == result.stderr
+    checked = run("serve", "--model", model, "--source", stats, "--check")
+    assert f"images      are read at {line}\n" in checked.stdout
+
+
+def test_statistics_that_do_not_know_how_their_images_were_read_are_taken_with_a_note(made, tmp_path):
+    stats = SourceStats.load(made / "stats.safetensors")
+    old = {name: value for name, value in stats.meta.items() if name != "images"}
+    replace(stats, meta=old).save(tmp_path / "old.safetensors")
+    result = adapt(made, tmp_path / "out", "--stats", tmp_path / "old.safetensors", "--std", ".6,.6,.6")
+    line, note = result.stderr.splitlines()[:2]
+    assert line == "images are read at 32 px, mean 0.5,0.5,0.5, std 0.6,0.6,0.6"
+    assert note.endswith("old.safetensors does not say how its images were read; it should have been in the same way")
+
+
+def test_monitor_prints_drift_as_a_table_and_as_csv(made):
+    options = ("monitor", "--model", made / "model/model.safetensors", "--source", made / "stats.safetensors")
+    table = run(*options, "--data", made / "photos", "--every", 30)
+    rows = [line.split() for line in table.stdout.splitlines()]
+    assert rows[0] == ["images", "up", "to", "drift"] and [row[0] for row in rows[1:]] == ["30", "60"]
+    assert "left out 3/empty.png" in table.stderr
+    printed = run(*options, "--data", made / "photos", "--every", 30, "--csv")
+    lines = list(csv.DictReader(printed.stdout.splitlines()))
+    assert [line["drift"] for line in lines] == [row[-1] for row in rows[1:]]
+    clean = run(*options, "--data", "digits:test", "--every", 896, "--window", 896, "--csv")
+    (line,) = csv.DictReader(clean.stdout.splitlines())
+    assert 0.9 < float(line["drift"]) < 1.1 < float(lines[-1]["drift"])
+
+
 def test_images_that_come_class_by_class_are_remarked_on(made, tmp_path):
     result = adapt(made, tmp_path / "out", "--no-shuffle")
     notes = result.stderr.splitlines()
-    assert notes[0] == "note: the images come class by class, which misleads every method; --shuffle shuffles them"
+    assert notes[1] == "note: the images come class by class, which misleads every method; --shuffle shuffles them"
 
 
 def test_a_rise_of_the_alignment_loss_is_remarked_on():
@@ -407,6 +451,15 @@ def test_errors_are_one_line(made, tmp_path):
         ((*common, "--data", photos, "--stats", stats, "--preset", "cifr"), "cafe has no preset 'cifr'"),
         ((*common, "--data", photos, "--stats", stats, "--device", "cdua"), "did you mean 'cuda'?"),
         ((*common, "--data", photos, "--stats", stats, "--mean", "1,2"), "expected `mean` to be"),
+        (
+            (*common, "--data", photos, "--stats", stats, "--image-size", 64, "--std", ".2,.2,.2"),
+            "stats.safetensors was made of images at 32 px, mean 0.5,0.5,0.5, std 0.5,0.5,0.5, but size 64, "
+            "std 0.2,0.2,0.2 was asked for; leave it out",
+        ),
+        (
+            ("monitor", "--model", model, "--data", photos, "--source", made / "histograms.safetensors"),
+            "holds histograms",
+        ),
         ((*common, "--data", photos, "--stats", stats, "--resume"), "no stopped run"),
         (("adapt", "--data", photos), "Missing option '--model'; see cafe-tta adapt --help"),
         (("stats", "--model", "timm:resnet26", "--data", "digits", "--output", out), "random weights"),

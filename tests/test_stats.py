@@ -108,7 +108,7 @@ def test_memory_does_not_grow_with_the_number_of_images():
 def test_merge_refuses_shards_of_other_classifiers(source):
     other = copy.deepcopy(source.classifier)
     with torch.no_grad():
-        other.backbone.model[0].bias.add_(1)
+        other.backbone.model[0].bias.add_(0.1)
     ours, theirs = (cafe.FeatureStats.fit(c, source.loader) for c in (source.classifier, other))
     with pytest.raises(ValueError, match=r"not belong to the same classifier: 1 of \d+ tensors differ.*model.0.bias"):
         cafe.FeatureStats.merge(ours, theirs)

@@ -311,6 +311,7 @@ def test_statistics_without_styles_say_what_to_do(classifier, source):
     assert tent(noisy(8, 1)).isfinite().all() and tent.report.stepped
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
 def test_classifiers_without_batchnorm_and_images_of_another_shape_are_refused(classifier, source):
     plain = cafe.split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(1728, 4), nn.Linear(4, 4)))
     stats = cafe.FeatureStats.fit(plain, [smooth(50, 1)]).group(2)

@@ -40,10 +40,14 @@ from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import Unmix as Unmix
 from cafe_tta.methods import UnmixConfig as UnmixConfig
 from cafe_tta.methods import create as create
+from cafe_tta.methods import load_adapter as load_adapter
+from cafe_tta.monitor import Monitor as Monitor
+from cafe_tta.monitor import drift as drift
 from cafe_tta.source import SOURCES as SOURCES
 from cafe_tta.source import FeatureStats as FeatureStats
 from cafe_tta.source import Posterior as Posterior
 from cafe_tta.source import Reference as Reference
 from cafe_tta.source import SourceHistograms as SourceHistograms
 from cafe_tta.source import SourceStats as SourceStats
+from cafe_tta.source import SourceWarning as SourceWarning
 from cafe_tta.source import SwagCollector as SwagCollector

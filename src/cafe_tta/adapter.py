@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
 from cafe_tta.clusters import THRESHOLD
+from cafe_tta.display import Displayed
 from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
-from cafe_tta.source import source_kind
+from cafe_tta.source import SourceValue, SourceWarning, source_kind
+from cafe_tta.source.images import ImageCheck, ImageRecord
 from cafe_tta.styles import StyleStats
 from cafe_tta.unmixing import PRIOR, Unmixer
 
 if TYPE_CHECKING:
     from cafe_tta.distributed.synchronised import Lockstep
 
-STATE_VERSION = 1
+STATE_KIND, STATE_VERSION = "adapter-state", 1
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -52,12 +54,12 @@ class StepRefused(UserWarning):
     """
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Displayed):
     """What happened to a batch (of all ranks, where several adapt as one).
 
-    >>> Report(images=256, stepped=True, loss=1.5).stepped
-    True
+    >>> Report(images=256, stepped=True, loss=1.5)
+    <Report: images 256, stepped True, loss 1.5>
     """
 
     images: int
@@ -66,6 +68,13 @@ class Report:
     reason: str = ""  # why no step was taken
     loss: float | None = None
     notes: Mapping[str, float] = field(default_factory=dict)  # terms of the loss, and how it was computed
+    drift: float | None = None  # from the source, where the source classifier looked at the batch (`gate`); 1: like it
+
+    def facts(self) -> Mapping[str, Any]:
+        numbers = {"loss": self.loss, **self.notes, "drift": self.drift}
+        shown = {name: None if value is None else f"{value:.4g}" for name, value in numbers.items()}
+        own = {"images": self.images, "stepped": self.stepped, "refused": self.refused or None}
+        return {**own, "reason": self.reason, **shown}
 
 
 @dataclass
@@ -85,7 +94,17 @@ class Counters:
         self.refused += report.refused
 
 
-class Adapter(nn.Module):
+class _Shared:
+    """A source value, which copies of an adapter share."""
+
+    def __init__(self, value: SourceValue | None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: Any) -> "_Shared":
+        return self
+
+
+class Adapter(Displayed, nn.Module):
     """A copy of a classifier that adapts to the images it is shown. Subclasses are the methods.
 
     >>> from cafe_tta import create, split_classifier
@@ -112,6 +131,7 @@ class Adapter(nn.Module):
     ranks: Ranks
     counters: Counters
     report: Report | None  # of the last batch
+    image_check: ImageCheck  # warns where the first images cannot have been read as the source images were
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -133,6 +153,8 @@ class Adapter(nn.Module):
             raise TypeError(f"expected a {self.Config.__name__}, but got {type(self.config).__name__}")
         if self.needs is not None:
             source_kind(self.needs).require(source, classifier, self.name)
+        self._source = _Shared(source if isinstance(source, SourceValue) else None)
+        self.image_check = ImageCheck(source.images if isinstance(source, SourceValue) else ImageRecord())
         with torch.inference_mode(False):  # a copy made inside inference mode could never be trained
             self._identity = classifier.identity()
             self._join_ranks(source)
@@ -186,6 +208,8 @@ class Adapter(nn.Module):
 
         In a process group, every rank calls it with its part of the batch, which may be empty: see docs/scale.md.
         """
+        if isinstance(images, Tensor) and (wrong := self.image_check.look(images)):
+            warnings.warn(wrong, SourceWarning, stacklevel=4)
         if self._lockstep is None:
             self.check(images)
             logits, report = self._adapt(images)
@@ -254,13 +278,39 @@ class Adapter(nn.Module):
         self.counters = Counters()
         self.report = None
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes all that adapting changed to a safetensors file, atomically. Returns its size in bytes."""
-        return storage.write(path, "adapter-state", STATE_VERSION, self.state(), self._state_meta())
+    def export(self) -> nn.Module:
+        """The adapted model as an ordinary one: of the class of the model that was split, and a copy of its own.
+
+        In evaluation mode, it answers as `predict` does; it no longer adapts. A method whose answers no single model
+        can give says so. With normalisation="unmix", it normalises with the statistics of the largest cluster of
+        images, because an ordinary model has one set of them.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            model = self.exported().whole()
+            self.normaliser.leave(model)
+        return model.requires_grad_(True).eval()
+
+    def exported(self) -> SplitClassifier:
+        """The classifier that answers as `predict` does, for `export`. May share tensors with this adapter."""
+        return self.classifier
+
+    def save(self, path: str | os.PathLike[str], source: bool = True) -> int:
+        """Writes all that adapting changed to a safetensors file, atomically. Returns its size in bytes.
+
+        With `source`, what the method needs from the source domain is in the file too: `cafe_tta.load_adapter` makes
+        the adapter from it and the classifier alone.
+        """
+        tensors, meta = self.state(), self._state_meta()
+        value = self._source.value
+        if source and value is not None and type(value).content is not SourceValue.content:
+            own, theirs = value.content()
+            tensors |= {f"source.{name}": tensor for name, tensor in own.items()}
+            meta |= {"source": {"kind": value.kind, "meta": theirs}}
+        return storage.write(path, STATE_KIND, STATE_VERSION, tensors, meta)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continues exactly where `save` left off. A state of another method, classifier or options is rejected."""
-        tensors, theirs = storage.read(path, "adapter-state", STATE_VERSION)
+        tensors, theirs = storage.read(path, STATE_KIND, STATE_VERSION)
         ours = self._state_meta()
         if theirs["method"] != ours["method"]:
             raise ValueError(f"{path} is a state of {theirs['method']!r}, but this adapter is {ours['method']!r}")
@@ -281,8 +331,12 @@ class Adapter(nn.Module):
         self.training = mode
         return self
 
-    def extra_repr(self) -> str:
-        return f"{self.name}, {self.config}"
+    def facts(self) -> Mapping[str, Any]:
+        default, classifier = asdict(self.Config()), self.classifier
+        options = (f"{name}={value}" for name, value in asdict(self.config).items() if value != default[name])
+        counted = ", ".join(f"{value} {name}" for name, value in asdict(self.counters).items() if value)
+        model = f"{classifier.num_features} features, {classifier.num_classes} classes"
+        return {"method": self.name, "options": ", ".join(options), "model": model, "so far": counted or "no images"}
 
     # State
 

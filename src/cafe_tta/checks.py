@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter, StepRefused
+from cafe_tta.classifier import SplitClassifier
 
 MakeAdapter = Callable[[], Adapter]
 
@@ -146,6 +147,28 @@ def check_copies_are_independent(make_adapter: MakeAdapter, images: Tensor) -> N
     _expect(_equal(twin(images), expected), "a copy answers differently")
 
 
+def check_export_answers_alike(make_adapter: MakeAdapter, images: Tensor) -> None:
+    """The exported model is an ordinary one with the answers of `predict`, or the method says why there is none."""
+    adapter = make_adapter()
+    for _ in range(2):
+        adapter(images)
+    try:
+        model = adapter.export()
+    except ValueError as error:
+        _expect(bool(str(error)), "export was refused without a reason")
+        return
+    _expect(not isinstance(model, (Adapter, SplitClassifier)), f"export gave a {type(model).__name__}")
+    unmixed = adapter.normaliser.unmixer is not None  # answers each image with statistics of its own
+    before = _snapshot(adapter)
+    with torch.no_grad():
+        ours, theirs = model(images).softmax(1), adapter.predict(images).softmax(1)
+    close = torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    _expect(unmixed or close, "the exported model answers differently")
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    _expect_state(adapter, before, "the exported model shares")
+
+
 def check_bad_batches_change_nothing(make_adapter: MakeAdapter, images: Tensor) -> None:
     """NaN, infinite, empty, of another kind or shape: a clear error, and the next good batch notices nothing."""
     adapter, undisturbed = make_adapter(), make_adapter()
@@ -241,6 +264,7 @@ ALL: tuple[Callable[[MakeAdapter, Tensor], None], ...] = (
     check_predict_changes_nothing,
     check_save_and_load,
     check_copies_are_independent,
+    check_export_answers_alike,
     check_bad_batches_change_nothing,
     check_every_batch_size,
     check_constant_images,

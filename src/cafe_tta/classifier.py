@@ -52,6 +52,14 @@ class SplitClassifier(nn.Module):
     def num_classes(self) -> int:
         return self.head.out_features
 
+    def whole(self) -> nn.Module:
+        """The model that was split, of its own class, with its head in place: a copy of its own."""
+        if not isinstance(self.backbone, _Headless):
+            return copy.deepcopy(nn.Sequential(self.backbone, self.head))
+        model = copy.deepcopy(self.backbone.model)
+        model.set_submodule(self.feature_layer, copy.deepcopy(self.head))
+        return model
+
     def fingerprint(self) -> dict[str, str]:
         """A short hash of every weight and running statistic, by name."""
         tensors = {**self.state_dict()}

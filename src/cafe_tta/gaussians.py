@@ -178,6 +178,18 @@ class SourceGaussians:
             total += float(((bucket.scale * part.mean).square().sum(1) + trace).clamp(min=0).sum())
         return total
 
+    def squared_shift(self, moments: list[Moments]) -> float:
+        """The squared shift of the mean, in standard deviations of the source, averaged over the dimensions.
+
+        Σ(‖w‖² - tr C / (n - 1)) / D: without bias, because the mean of n images has a variance of its own. Needs n ≥ 2.
+        """
+        total, dims = 0.0, 0.0
+        for bucket, part in zip(self._buckets, moments, strict=True):
+            trace = part.cov.diagonal(dim1=1, dim2=2).sum(1) - (bucket.widest - bucket.sizes)  # without the padding
+            total += float((part.mean.square().sum(1) - trace / (part.count - 1)).sum())
+            dims += float(bucket.sizes.sum())
+        return total / dims
+
     @property
     def widest(self) -> int:
         """Dimensions of the widest group."""

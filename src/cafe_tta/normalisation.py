@@ -93,6 +93,21 @@ class Normaliser:
         if self.unmixer is not None:
             self.unmixer.look(images, self.updating)
 
+    def leave(self, model: nn.Module) -> None:
+        """Makes the layers of a copy of the classifier ordinary ones: without hooks, and with statistics of their own.
+
+        For `unmix`, these are the statistics of the largest cluster.
+        """
+        layers = batchnorm_layers(model)
+        for layer in layers:
+            layer.__dict__.pop("forward", None)  # that of unmixing
+            for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
+                    layer._forward_hooks_always_called.pop(key, None)
+        if self.unmixer is not None:
+            self.unmixer.use_largest(layers)
+
     def reset(self) -> None:
         """Forgets the stream, but for the running statistics, which the classifier has."""
         if self.unmixer is not None:
@@ -130,6 +145,10 @@ class Normaliser:
 
     def blend_weight(self, batch: int) -> float:
         return self.weight if self.prior is None else batch / (self.prior + batch)
+
+
+def _is_ours(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("cafe_tta.")
 
 
 class _Blend:

@@ -141,6 +141,22 @@ class Unmixer:
         """Images of every cluster among the last ones, the largest first."""
         return self.clusters.sizes
 
+    def use_largest(self, layers: Sequence[_BatchNorm]) -> None:
+        """Gives ordinary layers, which have the source's statistics, those of the largest cluster, if there is one."""
+        images = self._joined @ self.clusters.memory["images"].double()
+        if not images.any():
+            return
+        largest = int(images.argmax())  # one of its cells
+        for number, layer in enumerate(layers):
+            assert layer.running_mean is not None and layer.running_var is not None
+            mean, var = layer.running_mean.double().cpu(), layer.running_var.double().cpu()
+            channels = slice(self._offsets[number], self._offsets[number + 1])
+            source = torch.stack([mean, var + mean.square()])
+            sums = self._joined[largest] @ self._sums[:, :, channels]  # (2, C)
+            mean, square = self._share[largest] * sums + self._source_share[largest] * source
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_((square - mean.square()).clamp(min=0))
+
     def notes(self) -> dict[str, float]:
         """For the report of a batch: the number of clusters, and the shares of the largest and of shifted images."""
         sizes = self.sizes

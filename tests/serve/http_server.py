@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,9 @@ def make_files(folder: Path) -> Files:
     classifier.eval()
     model, stats = folder / "small.safetensors", folder / "stats.safetensors"
     models.save(model, classifier, "cafe:digits-resnet", PREPROCESSING, CLASSES)
-    cafe.FeatureStats.fit(classifier, images.split(128)).group(num_groups=8, seed=0).save(stats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cafe.SourceWarning)  # three batches are not enough for its BatchNorm statistics
+        cafe.FeatureStats.fit(classifier, images.split(128)).group(num_groups=8, seed=0).save(stats)
     return Files(model, stats, classifier)
 
 

@@ -303,7 +303,7 @@ def test_images_that_look_like_the_source_are_not_adapted_to(source, serve):
     status = service.status()
     assert status["version"] == 0 and status["steps"]["skipped"] >= 1
     assert "look" in [e for e in status["events"] if e["kind"] == "skipped"][-1]["text"]
-    assert not any(answers[-1].adapted) and answers[-1].drift[0] <= 1
+    assert not any(answers[-1].adapted) and 0.7 < answers[-1].drift[0] < 1.3
     ungated = serve(gate=False)
     send(ungated, source.images[:160], camera="clean")
     assert ungated.status()["steps"]["accepted"] + ungated.status()["steps"]["refused"] > 0

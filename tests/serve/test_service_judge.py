@@ -63,7 +63,7 @@ def test_frechet_distance_is_the_sum_over_the_groups(source):
     assert Reference(stats, margin=1.5).frechet(features) == pytest.approx(expected, rel=1e-6)
 
 
-def test_alignment_and_drift_agree_with_the_gate(source):
+def test_the_server_finds_the_source_where_the_gate_does(source):
     stats = source.needs["stats"]
     with torch.no_grad():
         features = source.classifier.backbone(source.images[:32])
@@ -72,8 +72,9 @@ def test_alignment_and_drift_agree_with_the_gate(source):
         cafe.losses.alignment(features, stats, samples_per_dim=2.0).item(), rel=1e-5
     )
     threshold = 2.0 * stats.meta["alignment"]["largest"]["32"]
-    assert reference.drift(features) == pytest.approx(reference.alignment(features) / threshold)
-    assert reference.drift(features[:15]) is None
+    assert reference.threshold(32) == pytest.approx(threshold)
+    assert reference.looks_like_source(features) is True and reference.looks_like_source(features + 5) is False
+    assert reference.looks_like_source(features[:15]) is None  # too few images to say
 
 
 def test_panels_hold_each_camera_together():

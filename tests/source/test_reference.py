@@ -54,23 +54,63 @@ def test_groups_of_different_widths_are_padded_without_a_trace():
     assert reference.frechet(features) == pytest.approx(apart, abs=1e-9)
 
 
-def test_alignment_is_the_loss_and_drift_is_relative_to_the_threshold():
+def test_alignment_is_the_loss_and_its_threshold_says_what_looks_like_the_source():
     stats, features, groups = _stats(1, count=2000)
     source = stats.group(groups)
     reference = cafe.Reference(source)
     batch = features[:256] + 0.5
     assert reference.alignment(batch) == pytest.approx(losses.alignment(batch, source).item(), rel=1e-9)
     assert reference.divergences(batch).shape == (len(source.groups),)
-    assert reference.drift(batch) == pytest.approx(reference.alignment(batch) / reference.threshold(256))
-    assert reference.drift(features[100:356]) < 1 < reference.drift(features[100:356] * 3)
-    assert reference.drift(features[:8]) is None  # too few images to say
+    assert reference.looks_like_source(features[100:356]) is True
+    assert reference.looks_like_source(features[100:356] * 3) is False
+    assert reference.looks_like_source(features[:8]) is None  # too few images to say
     assert reference.dispersion(features * 2) == pytest.approx(4.0, rel=1e-6)
 
 
-def test_statistics_without_a_sample_have_no_drift_and_those_without_covariance_no_full_distance():
+def _slow_drift(features, source, floor=1e-3):
+    """Image by image and direction by direction."""
+    total, dims = 0.0, 0
+    for group, cov in zip(source.groups, source.covs, strict=True):
+        values, vectors = np.linalg.eigh(cov.numpy())
+        for value, vector in zip(values, vectors.T, strict=True):
+            scale = max(float(value), floor) ** 0.5
+            column = [
+                sum(float(row[i] - source.mean[i]) * float(v) for i, v in zip(group, vector, strict=True)) / scale
+                for row in features
+            ]
+            mean = sum(column) / len(column)
+            variance = sum((value - mean) ** 2 for value in column) / (len(column) - 1)
+            total += mean**2 - variance / len(column)
+            dims += 1
+    return max(0.0, 1 + 8 * total / dims) ** 0.5
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), images=st.integers(8, 40), shift=st.floats(-2, 2), scale=st.floats(0.1, 3))
+def test_drift_equals_a_slow_computation(seed, images, shift, scale):
+    stats, features, groups = _stats(seed, dims=7)
+    source = stats.group(groups)
+    batch = features[:images] * scale + shift
+    assert cafe.Reference(source).drift(batch) == pytest.approx(_slow_drift(batch, source), rel=1e-9, abs=1e-9)
+
+
+def test_drift_of_the_source_is_1_for_every_batch_size_and_that_of_a_shift_does_not_depend_on_it():
+    stats, features, groups = _stats(5, count=6000)
+    reference = cafe.Reference(stats.group(groups))
+    scale = torch.sqrt(stats.cov.diagonal())
+    for size in (8, 32, 256):
+        clean = [reference.drift(part) for part in features[: 40 * size].split(size)]
+        assert sum(clean) / len(clean) == pytest.approx(1, abs=0.08)
+        shifted = [reference.drift(part + scale) for part in features[: 40 * size].split(size)]
+        assert sum(shifted) / len(shifted) == pytest.approx(reference.drift(features + scale), rel=0.1)
+    assert reference.drift(features[:7]) is None
+
+
+def test_statistics_without_a_sample_have_no_threshold_and_those_without_covariance_no_full_distance():
     stats, features, groups = _stats(2)
     plain = cafe.FeatureStats(stats.mean, stats.cov, stats.count)
     reference = cafe.Reference(plain.group(groups))
-    assert not reference.calibrated and reference.drift(features) is None and reference.full_frechet(features) is None
+    assert not reference.calibrated and reference.looks_like_source(features) is None
+    assert reference.drift(features) == pytest.approx(1, abs=0.02) and reference.full_frechet(features) is None
     with pytest.raises(ValueError, match="gate needs to know how source batches look"):
         reference.threshold(64)

@@ -1,7 +1,8 @@
 """One run: an adapter meets the images of an episode. The only place where labels are compared with answers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from cafe_tta.bench.experiments import Mode
 from cafe_tta.bench.protocols import Domain, Episode, Indices
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.data import CorruptedSet, ImageSet
+from cafe_tta.display import Displayed
 from cafe_tta.distributed import Share
 from cafe_tta.models import Preprocessing
 from cafe_tta.source import Reference
@@ -111,8 +113,8 @@ class Distance:
         return Distance(reference.full_frechet(features), reference.alignment(features))
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, repr=False)
+class Outcome(Displayed):
     """The result of a run."""
 
     accuracy: float  # share of images answered right
@@ -124,6 +126,10 @@ class Outcome:
     steps: int
     refused: int
     distance: Distance  # of the adapted features
+
+    def facts(self) -> Mapping[str, Any]:
+        accuracy, time = f"{100 * self.accuracy:.2f} %", f"{self.seconds:.1f} s"
+        return {"accuracy": accuracy, "images": self.images, "steps": self.steps, "refused": self.refused, "time": time}
 
 
 def evaluate(

@@ -39,6 +39,7 @@ class Dataset:
     std: tuple[float, float, float] | None = None
     pretrained: bool = False
     corrupted: bool = True  # False: the images as they are are the shift
+    changed: tuple[str, ...] = ()  # fields that are not the data set's own
 
 
 _CIFAR = Dataset(
@@ -229,7 +230,7 @@ def plan(
 def choose_dataset(name: str, **changes: Any) -> Dataset:
     """A data set by name, with those of its fields changed that are given and not None."""
     changes = {field: value for field, value in changes.items() if value is not None}
-    return replace(_named(name, DATASETS, "data set"), **changes)
+    return replace(_named(name, DATASETS, "data set"), **changes, changed=tuple(changes))
 
 
 def row_labels(methods: str | Iterable[str]) -> list[str]:

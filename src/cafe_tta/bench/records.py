@@ -16,6 +16,7 @@ from typing import IO, Any
 from cafe_tta import storage
 from cafe_tta.bench.experiments import EXPERIMENTS
 from cafe_tta.bench.protocols import PROTOCOLS, EpisodeSummary
+from cafe_tta.display import Displayed
 from cafe_tta.locking import lock_file
 
 FORMAT = 1
@@ -26,8 +27,8 @@ MAIN = "main"  # the tables that most experiments share
 Facts = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, repr=False)
+class Record(Displayed):
     """One run: a method on one episode with one seed, everything that decided its result, and the result.
 
     The runner builds it, a line of `records.jsonl` holds it under the same names, and the report reads it.
@@ -65,6 +66,11 @@ class Record:
     command: str  # the command line that ran it
     finished: str
     origin: str = ""  # file and line that it was read from, for errors; not recorded
+
+    def facts(self) -> Mapping[str, Any]:
+        stream = f"{self.dataset}, {self.protocol}, {self.mode}, {self.episode.name}"
+        accuracy = f"{100 * self.accuracy:.2f} %"
+        return {"run": f"{self.label} on {stream}", "seed": self.seed, "accuracy": accuracy, "steps": self.steps}
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,18 @@ from cafe_tta import data, models
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.options import Options, option
-from cafe_tta.source import FeatureStats, Posterior, SourceData, SourceStats, SourceValue, load_all, source_kind
+from cafe_tta.source import (
+    FeatureStats,
+    Posterior,
+    SourceData,
+    SourceStats,
+    SourceValue,
+    agreed_record,
+    load_all,
+    source_kind,
+)
 from cafe_tta.source.train import TrainConfig, train
+from cafe_tta.source.value import MadeOfImages
 from cafe_tta.styles import StyleStats
 
 Say = Callable[[str], None]
@@ -69,8 +79,13 @@ class SourceSide:
         self.folder = folder
         self.say = say
         folder.mkdir(parents=True, exist_ok=True)
-        self._loaded = self._load_model()
-        self.preprocessing = self._loaded.preprocessing
+        self._given = load_all(self.options.source)
+        names = (str(path) for path in self.options.source)
+        pixels = {"size": dataset.size, "mean": dataset.mean, "std": dataset.std}
+        asked = {name: value for name, value in pixels.items() if name in dataset.changed}
+        recorded = agreed_record(dict(zip(names, self._given.values(), strict=True)), asked).preprocessing
+        self._loaded = self._load_model(recorded)
+        self.preprocessing = recorded or self._loaded.preprocessing
         self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
         self.group_seed = 0
         self._groups: dict[int, SourceStats] = {}
@@ -90,21 +105,25 @@ class SourceSide:
         path = self.folder / "feature-stats.safetensors"
         if path.exists():
             stats = FeatureStats.load(path)
-            if stats.count == len(self.indices) and stats.styles is not None:  # files of version 0.1 have no styles
+            # Files of version 0.1 have no styles.
+            if stats.count == len(self.indices) and stats.styles is not None and self._reads_alike(stats):
                 stats.check_belongs_to(self.classifier)
                 return stats
         self.say(f"computing statistics of {len(self.indices)} source images")
-        stats = FeatureStats.fit(self.classifier, self._image_batches())
+        stats = FeatureStats.fit(self.classifier, self._image_batches(), self.preprocessing, self._loaded.classes)
         stats.save(path)
         return stats
 
     @cached_property
     def given(self) -> dict[str, SourceValue]:
         """Source values from files, by kind."""
-        values = load_all(self.options.source)
-        for value in values.values():
+        for value in self._given.values():
             value.check_belongs_to(self.classifier)
-        return values
+        return self._given
+
+    def _reads_alike(self, value: MadeOfImages) -> bool:
+        """Whether a value that was kept was made of images that were read as these are, as far as it knows."""
+        return value.images.preprocessing in (None, self.preprocessing)
 
     def grouped(self, row: Row | None = None) -> SourceStats:
         """The statistics in groups: those that were given, or the data set's number of groups, or a row's own."""
@@ -118,7 +137,7 @@ class SourceSide:
             if path.exists():
                 source = SourceStats.load(path)
                 same = source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed
-                if same and source.styles is not None:
+                if same and source.styles is not None and self._reads_alike(source):
                     source.check_belongs_to(self.classifier)
                     self._groups[num_groups] = source
                     return source
@@ -149,13 +168,14 @@ class SourceSide:
         if value is None and path.exists():
             value = source_kind(kind).load(path)
             value.check_belongs_to(self.classifier)
-            if getattr(value, "count", len(self.indices)) != len(self.indices):
-                value = None  # of other source images
+            if getattr(value, "count", len(self.indices)) != len(self.indices) or not self._reads_alike(value):
+                value = None  # of other source images, or read differently
         if value is None:
             options = self._fit_options(kind)
             self.say(f"computing {kind} of {len(self.indices)} source images")
             fit: Any = source_kind(kind).fit  # which may take options of its own
             value = fit(self.classifier, _Repeatable(lambda: self._labelled_batches(BATCH)), **options)
+            value = value.of_images(self.preprocessing, self._loaded.classes)
             value.save(path)
         self._values[kind] = value
         return value
@@ -177,10 +197,10 @@ class SourceSide:
             "weights": weights,
             "num_features": self.classifier.num_features,
             "num_classes": self.classifier.num_classes,
-            "preprocessing": asdict(self.preprocessing),
+            "preprocessing": self.preprocessing.record(),
         }
 
-    def _load_model(self) -> models.LoadedModel:
+    def _load_model(self, recorded: models.Preprocessing | None) -> models.LoadedModel:
         if self.dataset.model == "digits":
             return self._embedded_model()
         return models.load(
@@ -188,7 +208,7 @@ class SourceSide:
             weights=self.options.weights,
             num_classes=self.options.num_classes,
             pretrained=self.dataset.pretrained and self.options.weights is None,
-            size=self.dataset.size,
+            size=self.dataset.size if recorded is None else recorded.size,
             mean=self.dataset.mean,
             std=self.dataset.std,
         )
@@ -204,7 +224,7 @@ class SourceSide:
             torch.set_rng_state(generator_state)
             result = train(classifier, images, labels, DIGITS_TRAINING)
             assert result.posterior is not None
-            result.posterior.save(self.folder / "posterior.safetensors")
+            result.posterior.of_images(DIGITS).save(self.folder / "posterior.safetensors")
             models.save(path, classifier, ARCHITECTURE, DIGITS)
         return models.load(str(path))
 

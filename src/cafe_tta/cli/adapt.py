@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cafe_tta import data, models
+from cafe_tta import data
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
 from cafe_tta.cli.flags import command
 from cafe_tta.data.options import DataOptions
@@ -38,9 +38,7 @@ def adapt(
     config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
     check_sheet(options, method.method, config)
-    method.require_source()
-    chosen = models.load_classifier(model)
-    sources = method.sources(chosen, options.seed)
+    chosen, sources, lines = method.load(model, options.seed)
     run = FolderRun(
         chosen,
         method.adapter(chosen, sources, config),
@@ -54,6 +52,8 @@ def adapt(
     if run.finished():
         _again(run)
         return
+    for line in lines:
+        say(line)
     if run.adapter.adapts and not options.shuffled and run.class_by_class:
         say("note: the images come class by class, which misleads every method; --shuffle shuffles them")
     with StopRequest() as stop, progress("adapting", run.total) as advance:
@@ -136,6 +136,8 @@ def _measured(measured: dict[str, Any] | None, reference: Reference | None) -> l
     on = counted(measured["images"], "image")
     facts = [("", ""), ("evaluation mode", f"the model before -> after adapting, on {on}")]
     unknown = "unknown: no source statistics given"
+    if drift := _arrow(measured.get("drift"), ".2f"):
+        facts.append(("drift", f"{drift} (1: like the source images)"))
     facts.append(("alignment loss", _arrow(measured["alignment"], ".3f") or unknown))
     unknown = unknown if reference is None else "unknown: the statistics were made without --full"
     facts.append(("Fréchet distance", _arrow(measured["frechet_distance"], ".3f") or unknown))

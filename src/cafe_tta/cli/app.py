@@ -11,10 +11,11 @@ from typer.core import TyperGroup
 import cafe_tta
 from cafe_tta.cli.adapt import adapt
 from cafe_tta.cli.bench import bench
-from cafe_tta.cli.console import only_rank_0_prints, say, say_error
+from cafe_tta.cli.console import only_rank_0_prints, said_warnings, say, say_error
 from cafe_tta.cli.corrupt import corrupt
 from cafe_tta.cli.demo import demo
 from cafe_tta.cli.methods import methods
+from cafe_tta.cli.monitor import monitor
 from cafe_tta.cli.report import report
 from cafe_tta.cli.serve import serve
 from cafe_tta.cli.simulate import simulate
@@ -33,7 +34,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
-            with only_rank_0_prints():
+            with only_rank_0_prints(), said_warnings():
                 return super().invoke(ctx)
         except (
             typer.Exit,
@@ -134,7 +135,7 @@ def start(
         raise ValueError(f"{ctx.invoked_subcommand} runs in one process; torchrun is for: {', '.join(SHARED)}")
 
 
-for command in (demo, train, stats, adapt, serve, simulate, corrupt, bench, report, methods):
+for command in (demo, train, stats, adapt, monitor, serve, simulate, corrupt, bench, report, methods):
     app.command(command.__name__)(command)
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from cafe_tta.data import Unreadable
 from cafe_tta.distributed import Share, torchrun_share
+from cafe_tta.source import SourceWarning
 
 Advance = Callable[[int], None]
 
@@ -58,6 +60,23 @@ class StopRequest:
 def say(text: str) -> None:
     """One line for the user's eyes, beside the results."""
     print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_warnings() -> Iterator[None]:
+    """Prints warnings about source values as one line each, without the line of code that they come from."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, SourceWarning):
+                say(f"warning: {message}")
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        warnings.simplefilter("always", SourceWarning)
+        yield
 
 
 def show_table(table: Table) -> None:

@@ -65,7 +65,8 @@ def _check(built: Built, name: str, settings: Settings) -> None:
         raise ValueError("the model's answer to a grey image is not finite; are these the right weights?")
     classes = f"{built.service.num_classes} classes"
     show_facts([
-        ("model", f"{name} ({built.model.architecture}), {classes}, {preprocessing}"),
+        ("model", f"{name} ({built.model.architecture}), {classes}"),
+        ("images", f"are read at {preprocessing.describe()}"),
         ("method", f"{settings.method}, {built.config}"),
         ("statistics", "none: drift is unknown" if statistics is None else f"{len(statistics.groups)} groups"),
         ("state", "not kept" if settings.state is None else f"kept in {settings.state}"),

@@ -15,7 +15,7 @@ from cafe_tta.distributed import torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
 from cafe_tta.models import ModelOptions
 from cafe_tta.options import Options, option
-from cafe_tta.source import SOURCES, FeatureStats
+from cafe_tta.source import SOURCES, FeatureStats, ImageRecord
 from cafe_tta.source.groups import dead_dims
 from cafe_tta.source.make import SourceImages, SourceOptions
 from cafe_tta.source.shards import Merged, Shard, merge_files
@@ -82,6 +82,7 @@ def stats(
     loaded, imageset = models.load_classifier(model), data.load(images.data)
     with nullcontext() if share is None else torchrun_job(timeout) as job:
         read = SourceImages(loaded, imageset, options, shard=shard, job=job, workers=images.workers)
+        say(f"images are read at {loaded.preprocessing.describe()}")
         if writing.kind != "stats":
             return _write_value(read, writing.kind, writing.output)
         if histograms is not None:
@@ -119,6 +120,7 @@ def _write_stats(
         stats.save(writing.feature_stats)
     dead = int(dead_dims(stats.cov).sum())
     facts = [_images(stats.count, unreadable)]
+    facts += _read_at(stats.images)
     facts += [("features", f"{len(stats.mean)}{f', of which {dead} never vary' if dead else ''}")]
     if writing.output is not None:
         source = options.group(stats)
@@ -132,8 +134,15 @@ def _write_stats(
 def _write_value(read: SourceImages, kind: str, output: Path | None) -> None:
     assert output is not None
     with progress(kind, len(read.own)) as advance:
-        size = read.value(kind, advance).save(output)
-    show_facts([("images", str(len(read.own))), ("written", f"{output}, {kind}, {readable_bytes(size)}")])
+        value = read.value(kind, advance)
+    written = ("written", f"{output}, {kind}, {readable_bytes(value.save(output))}")
+    show_facts([("images", str(len(read.own))), *_read_at(value.images), written])
+
+
+def _read_at(record: ImageRecord) -> list[tuple[str, str]]:
+    classes = ("classes", f"{len(record.classes)}: {', '.join(record.classes[:5])}, …") if record.classes else None
+    facts = [("read at", record.describe())] if record.preprocessing is not None else []
+    return facts + ([classes] if classes else [])
 
 
 def _images(count: int, unreadable: int) -> tuple[str, str]:

@@ -1,10 +1,12 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
-from cafe_tta.adapter import Adapter
-from cafe_tta.classifier import SplitClassifier
+from cafe_tta import storage
+from cafe_tta.adapter import STATE_KIND, STATE_VERSION, Adapter
+from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
 from cafe_tta.methods.adabn import AdaBN as AdaBN
 from cafe_tta.methods.adabn import AdaBNConfig as AdaBNConfig
 from cafe_tta.methods.bacs import BACS as BACS
@@ -28,6 +30,7 @@ from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
 from cafe_tta.options import describe, did_you_mean, require_known
+from cafe_tta.source import source_kind
 from cafe_tta.styles import StyleStats
 
 METHODS: dict[str, type[Adapter]] = {
@@ -87,3 +90,38 @@ def create(
     """
     config = configure(name, preset, **options)
     return method(name)(classifier, source, config, styles=styles)
+
+
+def load_adapter(
+    path: str | os.PathLike[str], classifier: SplitClassifier, source: Any = None, styles: StyleStats | None = None
+) -> Adapter:
+    """The adapter that `adapter.save` wrote, from one file: method, options, source values, and all that it learnt.
+
+    `classifier` is the one that it was made of, unchanged. `source` is only needed where the file has none: a loader of
+    labelled images, or files that were saved without it. So are `styles`, as in `create`.
+
+    >>> import tempfile, torch
+    >>> from torch import nn
+    >>> from cafe_tta import split_classifier
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
+    >>> adapter, images = create("tent", classifier, lr=0.01), torch.rand(8, 3, 2, 2)
+    >>> logits = adapter(images)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = adapter.save(f"{folder}/state.safetensors")
+    ...     again = load_adapter(f"{folder}/state.safetensors", classifier)
+    >>> again.config.lr, torch.equal(again(images), adapter(images))
+    (0.01, True)
+    """
+    require_classifier(classifier)
+    tensors, meta = storage.read(path, STATE_KIND, STATE_VERSION)
+    if difference := describe_difference(meta["classifier"], classifier.identity()):
+        raise ValueError(f"{path} does not belong to this classifier: {difference}")
+    kept = meta.get("source")
+    if source is None and kept is not None:
+        own = {name.removeprefix("source."): t for name, t in tensors.items() if name.startswith("source.")}
+        source = source_kind(kept["kind"]).from_content(own, kept["meta"])
+    kind = method(meta["method"])
+    require_known(meta["config"], [described.name for described in describe(kind.Config)], kind.name)
+    adapter = kind(classifier, source, kind.Config(**meta["config"]), styles=styles)
+    adapter.load(path)
+    return adapter

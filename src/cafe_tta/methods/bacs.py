@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cafe_tta import losses
 from cafe_tta.adapter import Adapter, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.swag import Posterior, PosteriorMember
@@ -123,6 +124,14 @@ class BACS(Adapter):
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         results = [member.features_and_logits(images) for member in self._members()]
         return results[0][0], self._average([logits for _, logits in results])
+
+    def exported(self) -> SplitClassifier:
+        if len(self.members) > 1:
+            raise ValueError(
+                f"bacs answers with the mean probabilities of {len(self.members)} models, which no single model has; "
+                "export one of them, adapter.members[0].export(), or set `ensemble_size` to 1"
+            )
+        return self._members()[0].exported()
 
     def reset(self) -> None:
         super().reset()

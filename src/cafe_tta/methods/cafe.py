@@ -5,7 +5,7 @@ adaptation to multiple image corruptions, ICIP 2023. https://arxiv.org/abs/2204.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -94,14 +94,15 @@ class CAFe(GradientAdapter):
         # The source classifier decides: to an adapted one, images that it has adapted to look like the source.
         with self.source_weights():
             features, logits = self.features_and_logits(images)
-        alignment = self.reference.alignment(features, self.ranks)
+        alignment, drift = self.reference.alignment(features, self.ranks), self.reference.drift(features, self.ranks)
         size = self.ranks.count(images)
         threshold = self.reference.threshold(size)
         if not self.ranks.any(not alignment <= threshold):  # NaN counts as far from the source
             reason = f"the batch looks like the source (alignment {alignment:.3g}, at most {threshold:.3g})"
-            return logits, Report(size, stepped=False, reason=reason, notes={"alignment": alignment})
+            return logits, Report(size, stepped=False, reason=reason, notes={"alignment": alignment}, drift=drift)
         self.gate_open = nn.Buffer(self.gate_open + self.config.gate_patience - 1)
-        return super().answer(images)
+        logits, report = super().answer(images)
+        return logits, replace(report, drift=drift)
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         unmixer = self.normaliser.unmixer

@@ -32,7 +32,8 @@ class CAFePlus(CAFe):
     >>> import torch
     >>> from torch import nn
     >>> from cafe_tta import FeatureStats, split_classifier
-    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(768, 3)))
+    >>> pool = nn.AdaptiveAvgPool2d(1)
+    >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), pool, nn.Flatten(), nn.Linear(3, 3)))
     >>> source = FeatureStats.fit(classifier, [torch.rand(64, 3, 16, 16)]).group()
     >>> adapter = CAFePlus(classifier, source)
     >>> adapter(torch.rand(32, 3, 16, 16) / 9).shape, adapter.report.notes["clusters"]

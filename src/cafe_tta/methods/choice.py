@@ -1,18 +1,27 @@
 """A method chosen by name and texts, as commands and the server's settings do, and the adapter that it stands for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from cafe_tta import data, source
+from cafe_tta import data, models, source
 from cafe_tta.adapter import Adapter, AdapterConfig
 from cafe_tta.methods import configure, method
-from cafe_tta.models import Model
+from cafe_tta.models import Model, ModelOptions
 from cafe_tta.options import Options, option, parse, split_assignments
+from cafe_tta.source import SourceValue
 
 _PANEL = "Method"
+
+
+class Chosen(NamedTuple):
+    """What an adapter is made of."""
+
+    model: Model
+    sources: dict[str, Any]  # source values by kind
+    notes: list[str]  # how images are read, for the user
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,43 @@ class MethodOptions(Options):
         how = source.source_kind(kind).how_to_make
         raise ValueError(f"{self.method} needs {kind} from the source domain{why}, but {but}; {how}")
 
+    def load(self, options: ModelOptions, seed: int = 0) -> "Chosen":
+        """The model, its images read as those of the source values were, and the source values.
+
+        Options that ask for another way of reading images are refused.
+        """
+        self.require_source()
+        values = self._load_files()
+        given = {"size": options.image_size, "mean": options.mean, "std": options.std}
+        record = source.agreed_record(values, given)
+        model = _with_classes(models.load_classifier(options, preprocessing=record.preprocessing), record.classes)
+        notes = [f"images are read at {model.preprocessing.describe()}"]
+        for name in (name for name, value in values.items() if value.images.preprocessing is None):
+            notes.append(f"note: {name} does not say how its images were read; it should have been in the same way")
+        return Chosen(model, self._checked(values, model, seed), notes)
+
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""
         self.require_source()
-        labelled = [text for text in self.source if self.needs == "data" and not Path(text).is_file()]
-        values: dict[str, Any] = dict(source.load_all(text for text in self.source if text not in labelled))
+        values = self._load_files()
+        source.agreed_record(values, vars(model.preprocessing))
+        return self._checked(values, model, seed)
+
+    @property
+    def _labelled(self) -> list[str]:
+        return [text for text in self.source if self.needs == "data" and not Path(text).is_file()]
+
+    def _load_files(self) -> dict[str, SourceValue]:
+        """The source values by the names of their files."""
+        names = [text for text in self.source if text not in self._labelled]
+        return dict(zip(names, source.load_all(names).values(), strict=True))
+
+    def _checked(self, loaded: dict[str, SourceValue], model: Model, seed: int) -> dict[str, Any]:
+        values: dict[str, Any] = {value.kind: value for value in loaded.values()}
         for value in values.values():
             value.check_belongs_to(model.classifier)
-        if labelled:
-            values["data"] = _labelled_loader(labelled, model, self.config().batch_size, seed)
+        if self._labelled:
+            values["data"] = _labelled_loader(self._labelled, model, self.config().batch_size, seed)
         for kind in self.kinds:
             if kind not in values:
                 self._missing(kind, f"`source` has {', '.join(values)}")
@@ -84,6 +121,19 @@ class MethodOptions(Options):
         needed = None if self.needs is None else sources[self.needs]
         styles = sources["stats"].styles if "stats" in sources else None
         return method(self.method)(model.classifier, needed, config or self.config(), styles=styles)
+
+
+def _with_classes(model: Model, classes: tuple[str, ...] | None) -> Model:
+    """The model, with the names of the classes that the source values know, where it knows none."""
+    if model.classes is None or classes is None:
+        return model if classes is None else replace(model, classes=classes)
+    if model.classes != classes and sorted(model.classes) == sorted(classes):
+        number = next(i for i, pair in enumerate(zip(model.classes, classes, strict=True)) if pair[0] != pair[1])
+        raise ValueError(
+            f"the source values have the same classes as the model in another order: class {number} is "
+            f"{classes[number]!r} there, {model.classes[number]!r} here"
+        )
+    return model
 
 
 def _labelled_loader(specs: list[str], model: Model, batch_size: int, seed: int) -> data.Loader:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cafe_tta import losses
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
 
 
@@ -65,6 +66,15 @@ class T3A(Adapter):
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, _ = super().features_and_logits(images)
         return features, features @ self._class_weights().T
+
+    def exported(self) -> SplitClassifier:
+        """The class weights become those of the head, without a bias."""
+        old = self.classifier.head
+        head = nn.Linear(old.in_features, old.out_features, bias=old.bias is not None).to(old.weight)
+        head.weight.copy_(self._class_weights())
+        if head.bias is not None:
+            head.bias.zero_()
+        return SplitClassifier(self.classifier.backbone, head, self.classifier.feature_layer)
 
     def _judged(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features with the label and entropy that the original head, bias included, gives them."""

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 class LoadedModel:
     """A model with what is needed to use it."""
 
-    model: nn.Module  # in evaluation mode
+    model: nn.Module = field(repr=False)  # in evaluation mode
     architecture: str
     num_classes: int
     preprocessing: Preprocessing
@@ -108,7 +108,7 @@ def save(
     meta = {
         "architecture": architecture,
         "num_classes": num_classes,
-        "preprocessing": asdict(preprocessing),
+        "preprocessing": preprocessing.record(),
         "classes": None if classes is None else list(classes),
     }
     return storage.write(path, "model", FORMAT_VERSION, tensors, meta)
@@ -210,5 +210,7 @@ def _classes_in(tensors: Mapping[str, Tensor], model: nn.Module, num_classes: in
 
 def _override(preprocessing: Preprocessing, size: int | None, mean: Rgb | None, std: Rgb | None) -> Preprocessing:
     if size is not None and size != preprocessing.size:
-        preprocessing = replace(preprocessing, size=size, resize=None)
+        preprocessing = Preprocessing(
+            size, preprocessing.mean, preprocessing.std
+        )  # its crop and interpolation do not fit
     return replace(preprocessing, mean=mean or preprocessing.mean, std=std or preprocessing.std)

@@ -12,7 +12,7 @@ from torch import nn
 
 from cafe_tta.models._torchvision import import_torchvision
 from cafe_tta.models.digits_resnet import DigitsResNet
-from cafe_tta.models.preprocessing import IMAGENET, IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from cafe_tta.models.preprocessing import IMAGENET, IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Preprocessing
 from cafe_tta.normalisation import batchnorm_layers
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
@@ -119,7 +119,8 @@ def _timm_preprocessing(_name: str, model: nn.Module) -> Preprocessing:
     size = int(config.get("input_size", (3, 224, 224))[-1])
     squashed = config.get("crop_mode") == "squash"
     resize = None if squashed else math.floor(size / config.get("crop_pct", 0.875))
-    return Preprocessing(size, config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD), resize)
+    how = _interpolation(config.get("interpolation"))
+    return Preprocessing(size, config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD), resize, how)
 
 
 # torchvision
@@ -151,7 +152,13 @@ def _torchvision_weights(name: str) -> Any:
 def _torchvision_preprocessing(name: str, _model: nn.Module) -> Preprocessing:
     stated = _torchvision_weights(name).transforms.keywords
     size, resize = stated.get("crop_size", IMAGENET.size), stated.get("resize_size", IMAGENET.resize)
-    return Preprocessing(size, stated.get("mean", IMAGENET_MEAN), stated.get("std", IMAGENET_STD), resize)
+    how = _interpolation(getattr(stated.get("interpolation"), "value", None))
+    return Preprocessing(size, stated.get("mean", IMAGENET_MEAN), stated.get("std", IMAGENET_STD), resize, how)
+
+
+def _interpolation(stated: Any) -> str:
+    """The interpolation that a library states for a model; timm has "random" too, which is for training."""
+    return str(stated) if stated in INTERPOLATIONS else "bilinear"
 
 
 # This project's own

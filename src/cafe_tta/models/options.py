@@ -1,6 +1,6 @@
 """The options that describe a model, and the classifier that they stand for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -59,26 +59,34 @@ class ModelOptions(Options):
 class Model:
     """A classifier, split in front of its head, and what its images must look like."""
 
-    classifier: SplitClassifier
+    classifier: SplitClassifier = field(repr=False)
     architecture: str
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None  # their names, where they are known
 
 
-def load_classifier(options: ModelOptions, *, new_head: bool = False, untrained: bool = False) -> Model:
+def load_classifier(
+    options: ModelOptions,
+    *,
+    new_head: bool = False,
+    untrained: bool = False,
+    preprocessing: Preprocessing | None = None,
+) -> Model:
     """The classifier that the options describe, on its device; random weights are refused unless `untrained`.
 
-    An option that `load` takes is passed on to it by its name.
+    An option that `load` takes is passed on to it by its name. `preprocessing`, such as that of the source images,
+    takes the place of what the options and the model's library or file say about images.
     """
     device = choose_device(options.device)
     own = ("model", "image_size", "head", "device")
     passed_on = {name: value for name, value in vars(options).items() if name not in own}
-    loaded = load(options.model, size=options.image_size, new_head=new_head, **passed_on)
+    size = options.image_size if preprocessing is None else preprocessing.size
+    loaded = load(options.model, size=size, new_head=new_head, **passed_on)
     if not loaded.trained and not untrained:
         download = "" if str(options.model).startswith("cafe:") else ", or set `pretrained`"  # ours has none to offer
         raise ValueError(f"{options.model} alone has random weights; give a file as `weights`{download}")
     classifier = split_classifier(channels_last(loaded.model), head=options.head).eval().to(device)
-    return Model(classifier, loaded.architecture, loaded.preprocessing, loaded.classes)
+    return Model(classifier, loaded.architecture, preprocessing or loaded.preprocessing, loaded.classes)
 
 
 def channels_last(model: nn.Module) -> nn.Module:

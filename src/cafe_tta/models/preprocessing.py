@@ -1,16 +1,18 @@
 """How uint8 images become the input of a network."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Rgb = tuple[float, float, float]
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "box", "hamming", "lanczos")  # Pillow's, in lower case
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Preprocessing:
     """How uint8 images become the network's input: resized, then normalised by channel.
 
@@ -23,6 +25,7 @@ class Preprocessing:
     mean: Rgb  # of images divided by 255
     std: Rgb
     resize: int | None = None  # short side before the centre crop; None: resize to size×size, whatever the shape
+    interpolation: str = "bilinear"  # one of INTERPOLATIONS
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -38,6 +41,39 @@ class Preprocessing:
             raise ValueError(f"expected `mean` to be between 0 and 1 (of images divided by 255), but got {self.mean}")
         if not all(value > 0 for value in self.std):
             raise ValueError(f"expected `std` to be above 0, but got {self.std}")
+        if self.interpolation not in INTERPOLATIONS:
+            known = ", ".join(INTERPOLATIONS)
+            raise ValueError(f"expected `interpolation` to be one of {known}, but got {self.interpolation!r}")
+
+    def record(self) -> dict[str, Any]:
+        """What files keep of it: `Preprocessing(**record)` is the same again."""
+        fields = asdict(self)
+        if self.interpolation == "bilinear":
+            del fields["interpolation"]  # as files had it before there was a choice
+        return fields
+
+    def describe(self) -> str:
+        """In words.
+
+        >>> Preprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256).describe()
+        '224 px (cropped from 256), mean 0.485,0.456,0.406, std 0.229,0.224,0.225'
+        """
+        crop = "" if self.resize is None else f" (cropped from {self.resize})"
+        how = "" if self.interpolation == "bilinear" else f", {self.interpolation}"
+        return f"{self.size} px{crop}, mean {_text(self.mean)}, std {_text(self.std)}{how}"
+
+    def __repr__(self) -> str:
+        return f"Preprocessing({', '.join(f'{name}={value!r}' for name, value in self.record().items())})"
+
+    @property
+    def low(self) -> float:
+        """The smallest value that it can give: of a black pixel."""
+        return min(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+
+    @property
+    def high(self) -> float:
+        """The largest value that it can give: of a white pixel."""
+        return max((1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
 
     def __call__(self, images: np.ndarray) -> Tensor:
         """uint8 images (N, H, W, 3) as float32 (N, 3, size, size). Images of size×size are only normalised."""
@@ -61,18 +97,22 @@ class Preprocessing:
     def _fit(self, image: np.ndarray) -> np.ndarray:
         from PIL import Image  # here, not above: images that fit need no Pillow
 
-        picture = Image.fromarray(np.ascontiguousarray(image))
+        picture, how = Image.fromarray(np.ascontiguousarray(image)), Image.Resampling[self.interpolation.upper()]
         if self.resize is None:
-            return np.asarray(picture.resize((self.size, self.size), Image.Resampling.BILINEAR))
+            return np.asarray(picture.resize((self.size, self.size), how))
         short = min(picture.size)
         if max(picture.size) > 8 * short:  # resized, a strip would take gigabytes, and only its middle is used
             (w, h), kept = picture.size, 8 * short
             left, top = max(0, (w - kept) // 2), max(0, (h - kept) // 2)
             picture = picture.crop((left, top, min(w, left + kept), min(h, top + kept)))
         width, height = (self.resize * side // short for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        picture = picture.resize((width, height), how)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return np.asarray(picture.crop((left, top, left + self.size, top + self.size)))
+
+
+def _text(values: Rgb) -> str:
+    return ",".join(f"{value:.4g}" for value in values)
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

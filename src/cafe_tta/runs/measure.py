@@ -24,10 +24,12 @@ class Measurement:
     alignment: tuple[float, float] | None
     frechet: tuple[float, float] | None
     accuracy: tuple[float, float] | None
+    drift: tuple[float, float] | None = None  # 1: like the source images
 
     def summary(self) -> dict[str, Any]:
         """As JSON."""
         pairs = {"alignment": self.alignment, "frechet_distance": self.frechet, "accuracy": self.accuracy}
+        pairs |= {"drift": self.drift}
         named = {name: None if pair is None else {"before": pair[0], "after": pair[1]} for name, pair in pairs.items()}
         return {"images": self.images, **named}
 
@@ -52,9 +54,14 @@ def measure(
     return Measurement(
         images=len(before),
         alignment=None if reference is None else (reference.alignment(before), reference.alignment(after)),
-        frechet=None if frechet is None or frechet[0] is None or frechet[1] is None else (frechet[0], frechet[1]),
+        frechet=_both(frechet),
         accuracy=(hits_before.mean().item(), hits_after.mean().item()) if len(hits_before) else None,
+        drift=None if reference is None else _both((reference.drift(before), reference.drift(after))),
     )
+
+
+def _both(pair: tuple[float | None, float | None] | None) -> tuple[float, float] | None:
+    return None if pair is None or pair[0] is None or pair[1] is None else (pair[0], pair[1])
 
 
 def _evaluate(

@@ -86,7 +86,7 @@ class ProgressFolder:
     def save(self, position: Position, adapter: Adapter) -> None:
         state = f"state-{adapter.counters.batches}.safetensors"
         if not (self.path / state).exists():
-            adapter.save(self.path / state)
+            adapter.save(self.path / state, source=False)
         record = {
             "settings": self.settings,
             "state": state,

@@ -74,9 +74,8 @@ class Adaptation:
                 return self._step_back(validation, ours, why)
         gains = {} if validation is None else self._gains(validation, features)
         new = {} if validation is None else validation.new
-        drift = None if self.reference is None or not self.settings.gate else self.reference.drift(features)
-        if drift is not None and drift <= 1:
-            text = f"no step: the images look like the source (drift {drift:.2f}, at most 1)"
+        if self.reference is not None and self.settings.gate and self.reference.looks_like_source(features):
+            text = f"no step: the images look like the source (drift {self.reference.drift(features):.2f})"
             return Outcome("skipped", text, ours.summary(), gains, new)
         kind, text, figures = self._step(items, validation, ours)
         return Outcome(kind, text, figures, gains, new)

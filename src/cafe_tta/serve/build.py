@@ -28,18 +28,19 @@ def build(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Bu
     config = settings.config()
     if settings.needs == "data":
         raise ValueError(f"{settings.method} needs labelled source images while it adapts, which a server has not")
-    model, sources = _embedded(settings, say) if settings.model is None else _named(settings)
+    model, sources = _embedded(settings, say) if settings.model is None else _named(settings, say)
     adapter = settings.adapter(model, sources, config)
     service = Service(adapter, replace(settings, name=settings.name or _name(settings.model)), sources.get("stats"))
     service.class_names = model.classes
     return Built(service, model, sources.get("stats"), config)
 
 
-def _named(settings: Settings) -> tuple[models.Model, dict[str, Any]]:
-    settings.require_source()
+def _named(settings: Settings, say: Callable[[str], None]) -> tuple[models.Model, dict[str, Any]]:
     names = [described.name for described in options.describe(models.ModelOptions)]
-    model = models.load_classifier(models.ModelOptions(**{name: getattr(settings, name) for name in names}))
-    return model, settings.sources(model)
+    model, sources, notes = settings.load(models.ModelOptions(**{name: getattr(settings, name) for name in names}))
+    for note in notes:
+        say(note)
+    return model, sources
 
 
 def _embedded(settings: Settings, say: Callable[[str], None]) -> tuple[models.Model, dict[str, Any]]:

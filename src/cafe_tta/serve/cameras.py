@@ -48,13 +48,9 @@ class Camera:
     flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
     changed: bool = False  # since it was assessed
     drift: float | None = None
-    source_drift: float | None = None
+    looks_like_source: bool = False  # to the source model
     gain: float | None = None  # log of the published model's alignment over the source's: below 0 is better
     quarantined: str = ""  # why the model is not adapted to it
-
-    @property
-    def looks_like_source(self) -> bool:
-        return self.source_drift is not None and self.source_drift <= 1
 
     @property
     def wants_source(self) -> bool:
@@ -160,10 +156,11 @@ class Cameras:
                 kept = (camera.features, camera.source_features)
                 parts.append([torch.stack(tuple(k)) if len(k) >= MIN_IMAGES else None for k in kept])
         for camera, (ours, source) in zip(changed, parts, strict=True):
-            drift, source_drift = self._drift(ours), self._drift(source)
+            drift = self._drift(ours)
+            like = None if self._reference is None or source is None else self._reference.looks_like_source(source)
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
-                camera.source_drift = camera.source_drift if source_drift is None else source_drift
+                camera.looks_like_source = camera.looks_like_source if like is None else like
                 camera.quarantined = camera.suspicion(self._reference) if self._settings.judge else ""
                 if camera.quarantined or (self._settings.gate and camera.looks_like_source):
                     self._buffer.drop(camera.name)  # images that came before this was known
@@ -178,9 +175,7 @@ class Cameras:
         if self._reference is None or ours is None:
             return
         divergences = self._reference.divergences(ours).cpu()
-        known = self._reference.calibrated and len(ours) >= MIN_IMAGES
-        overall = float(divergences.mean()) / self._reference.threshold(len(ours)) if known else None
-        of_source = self._drift(source)
+        overall, of_source = self._drift(ours), self._drift(source)
         with self._lock:
             self.drift["overall"] = overall
             self.drift["source"] = self.drift["source"] if of_source is None else of_source

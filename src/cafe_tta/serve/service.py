@@ -18,7 +18,8 @@ from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
 from cafe_tta.serve.judge import PANEL
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
-from cafe_tta.source import Reference, SourceStats
+from cafe_tta.source import ImageRecord, Reference, SourceStats
+from cafe_tta.source.images import ImageCheck
 
 TICK = 2.0  # seconds between two points of the series
 EVENTS = 200  # events kept
@@ -36,7 +37,7 @@ class Answers:
     labels: Tensor  # (B,) int64: the predicted classes
     probabilities: Tensor  # (B,) float32: of the predicted classes
     version: int  # of the snapshot that was published; 0 is the source model
-    drift: list[float | None]  # of each image's camera: at most 1 looks like the source; None while unknown
+    drift: list[float | None]  # of each image's camera: 1 is like the source images; None while unknown
     adapted: list[bool]  # whether the image was taken for adapting
     versions: list[int]  # which snapshot answered each image: the published one, or 0, the source model
 
@@ -66,6 +67,9 @@ class Service:
         self.class_names: tuple[str, ...] | None = None
         self.device = adapter.classifier.head.weight.device
         self._reference = None if source_stats is None else Reference(source_stats, margin=settings.gate_margin)
+        # It looks at the images of clients; the adapter sees them later, in other batches, and need not look again.
+        self._image_check = adapter.image_check if source_stats is None else ImageCheck(source_stats.images)
+        adapter.image_check = ImageCheck(ImageRecord())
         self._lock = threading.RLock()  # guards everything except the adaptation; held only briefly
         self._wake = threading.Condition(self._lock)
         self._stepping = threading.Lock()  # guards the adaptation, for a whole step; taken before `_lock`, never after
@@ -105,6 +109,8 @@ class Service:
         drift: list[float | None] = []
         taken: list[bool] = []
         with self._lock:
+            if wrong := self._image_check.look(images):
+                self._record("warning", f"camera {cameras[0]}: {wrong}")
             for i, name in enumerate(cameras):
                 features, prediction, cluster = rows[i]
                 camera = self._cameras.touch(name)

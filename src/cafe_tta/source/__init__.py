@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from cafe_tta import storage
 from cafe_tta.options import require_known
 from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
+from cafe_tta.source.images import ImageRecord as ImageRecord
+from cafe_tta.source.images import SourceWarning as SourceWarning
+from cafe_tta.source.images import agreed_record as agreed_record
 from cafe_tta.source.reference import Reference as Reference
 from cafe_tta.source.stats import FeatureStats as FeatureStats
 from cafe_tta.source.stats import SourceStats as SourceStats

@@ -1,6 +1,5 @@
 """Soft histograms of the source features and logits: what FR needs from the source domain."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -8,16 +7,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cafe_tta import losses, storage
+from cafe_tta import losses
 from cafe_tta.classifier import SplitClassifier, evaluating, require_classifier, require_match
-from cafe_tta.source.value import SourceValue, images_of, require_rereadable
+from cafe_tta.display import Displayed
+from cafe_tta.source.value import Content, SourceValue, images_of, require_rereadable
 
-FORMAT_VERSION = 1
 TEMPERATURES = (0.01, 0.05)  # τ of the paper, offline and online (Appendix A.2)
 
 
-@dataclass(frozen=True)
-class UnitHistograms:
+@dataclass(frozen=True, repr=False)
+class UnitHistograms(Displayed):
     """Histograms of the units of one layer. A unit that never varied (range 0) is left out of the loss."""
 
     low: Tensor  # (U,)
@@ -29,6 +28,9 @@ class UnitHistograms:
         steps = torch.linspace(0, 1, num_bins + 1, dtype=self.low.dtype)
         return self.low[:, None] / self.scale[:, None] + steps
 
+    def facts(self) -> Mapping[str, Any]:
+        return {"units": len(self.low), "temperatures": ", ".join(map(str, self.counts))}
+
     @property
     def live(self) -> Tensor:
         return self.high > self.low  # (U,)
@@ -38,7 +40,7 @@ class UnitHistograms:
         return torch.where(self.live, self.high - self.low, torch.ones_like(self.low))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SourceHistograms(SourceValue):
     """Soft histograms of every feature and every logit over the source images.
 
@@ -96,19 +98,19 @@ class SourceHistograms(SourceValue):
         """Raises where the features are another classifier's, and says what differs."""
         require_match("source histograms", len(self.features.low), self.meta, classifier)
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes the histograms to a safetensors file and returns its size in bytes."""
+    def facts(self) -> Mapping[str, Any]:
+        own = {"features": len(self.features.low), "logits": len(self.logits.low), "bins": self.num_bins}
+        return {**own, "images": self.count, **super().facts()}
+
+    def content(self) -> Content:
         tensors: dict[str, Tensor] = {}
         for name, layer in (("features", self.features), ("logits", self.logits)):
             tensors |= {f"{name}.low": layer.low, f"{name}.high": layer.high}
             tensors |= {f"{name}.counts.{temperature}": counts for temperature, counts in layer.counts.items()}
-        meta = {"num_bins": self.num_bins, "count": self.count, "classifier": dict(self.meta)}
-        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, meta)
+        return tensors, {"num_bins": self.num_bins, "count": self.count, "classifier": dict(self.meta)}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
-
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         def layer(name: str) -> UnitHistograms:
             start = f"{name}.counts."
             counts = {float(key.removeprefix(start)): t for key, t in tensors.items() if key.startswith(start)}

@@ -1,6 +1,6 @@
 """Source values from a set of images: by one process, by shards that are merged later, or by the ranks of a job."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class SourceImages:
         if self.job is not None:
             self.job.on_progress = advance
         classifier = self.model.classifier
-        stats = FeatureStats.fit_part(classifier, loader, self.start)
+        stats = FeatureStats.fit_part(classifier, loader, self.start, self.model.preprocessing, self.classes())
         part: Part | None = Part(stats, classifier.identity(), loader.unreadable)
         if self.job is not None and part is not None:
             part = merge_ranks(self.job, part, self.whole())
@@ -110,11 +110,18 @@ class SourceImages:
         options = self.options
         drawn = None if options.limit is None else options.seed
         common = {"data": self.imageset.digest(), "images": len(self.order), "batch_size": options.batch_size}
-        return common | {"seed": drawn, "preprocessing": asdict(self.model.preprocessing)}
+        return common | {"seed": drawn, "preprocessing": self.model.preprocessing.record()}
 
     def value(self, kind: str, advance: data.Advance = lambda amount: None) -> SourceValue:
         """A source value of another kind, computed by its own `fit` in one process."""
         labels, _ = data.match_labels(self.imageset, self.model.classes, self.model.classifier.num_classes)
         value = source_kind(kind).fit(self.model.classifier, self.loader(advance, labels))
         assert isinstance(value, SourceValue)
-        return value
+        return value.of_images(self.model.preprocessing, self.classes())
+
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the model's classes: its own, or those of the images, if there are as many."""
+        named = self.imageset.classes
+        if self.model.classes is not None or named is None or all(name.isdecimal() for name in named):
+            return self.model.classes
+        return named if len(named) == self.model.classifier.num_classes else None

@@ -3,7 +3,10 @@
 The alignment loss of a batch that really comes from the source is not 0: the mean and covariance of a few samples are
 noisy, and features are not Gaussian. So, when the statistics are made, batches of several sizes are drawn from source
 features, and the largest alignment loss at each size is kept (`calibrate`). That loss times a margin is the threshold
-above which a batch no longer looks like the source; drift is the alignment loss divided by the threshold.
+above which a batch no longer looks like the source.
+
+Drift is a figure for people: it is 1 for source images, whatever their number, and grows with the shift of the mean.
+The alignment loss would not do: it depends on the size of the batch, and C⁻¹ makes it explode (docs/drift.md).
 """
 
 import math
@@ -22,6 +25,7 @@ SIZES = (16, 32, 64, 128, 256, 512)  # of the batches that thresholds are measur
 DRAWS = 16  # batches of each size
 SAMPLES_PER_DIM = 2.0  # small batches are padded as by CAFe's defaults
 MIN_IMAGES = 16  # covariance and threshold are meaningless for fewer
+DRIFT_IMAGES = 8  # whose mean drift is told of, however many there are; fewer have none
 MARGIN = 1.5
 
 
@@ -42,8 +46,8 @@ class Reference(SourceGaussians):
     >>> from cafe_tta import FeatureStats
     >>> features = torch.randn(4096, 4, generator=torch.Generator().manual_seed(0))
     >>> reference = Reference(FeatureStats.from_features(features).group())
-    >>> reference.drift(features[:256]) < 1 < reference.drift(features[:256] + 1)
-    True
+    >>> round(reference.drift(features[:256]), 1), round(reference.drift(features[:256] + 1), 1)
+    (1.0, 3.1)
     """
 
     def __init__(self, source: _Statistics, eigenvalue_floor: float = EIGENVALUE_FLOOR, margin: float = MARGIN) -> None:
@@ -108,11 +112,23 @@ class Reference(SourceGaussians):
                 return self.margin * math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
         return self.margin * math.exp(self._log_losses[-1])
 
-    def drift(self, features: Tensor) -> float | None:
-        """Alignment loss over threshold: at most 1 looks like the source. None for few images, or uncalibrated."""
+    def looks_like_source(self, features: Tensor) -> bool | None:
+        """Whether the alignment loss is below its threshold. None for few images, or uncalibrated."""
         if not self.calibrated or len(features) < MIN_IMAGES:
             return None
-        return self.alignment(features) / self.threshold(len(features))
+        return self.alignment(features) <= self.threshold(len(features))
+
+    def drift(self, features: Tensor, ranks: Ranks = ALONE) -> float | None:
+        """How many times as far from the source's mean the mean of 8 such images lies, as that of 8 source images.
+
+        √(1 + 8 s²), s² the squared shift of the mean in standard deviations: 1 is like the source, for any number of
+        images. None for fewer than 8.
+        """
+        with torch.no_grad():
+            moments = ranks.moments(self, features)
+        if not moments or float(moments[0].count[0]) < DRIFT_IMAGES:
+            return None
+        return math.sqrt(max(0.0, 1 + DRIFT_IMAGES * self.squared_shift(moments)))
 
 
 def calibrate(sample: Tensor, source: _Statistics, eigenvalue_floor: float = EIGENVALUE_FLOOR) -> dict[str, Any]:

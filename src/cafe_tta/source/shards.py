@@ -159,7 +159,7 @@ def merge_ranks(job: Job, part: Part, whole: Mapping[str, Any]) -> Part | None:
     tensors = {} if stats is None else {name: tensor.contiguous() for name, tensor in stats.tensors().items()}
     header = {
         "whole": whole,
-        "meta": part.meta,
+        "meta": part.meta if stats is None else dict(stats.meta),
         "count": 0 if stats is None else stats.count,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "unreadable": [[item.index, item.name, item.why] for item in part.unreadable],

@@ -1,6 +1,8 @@
 """The source's feature statistics: mean and covariance (Eq. 1), computed in one streaming pass, then grouped."""
 
+import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -16,9 +18,11 @@ from cafe_tta.classifier import (
     require_classifier,
     require_match,
 )
+from cafe_tta.models import Preprocessing
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
+from cafe_tta.source.images import ImageRecord, SourceWarning, TrainingCheck, few_images
 from cafe_tta.source.reference import calibrate
-from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.source.value import Content, MadeOfImages, SourceValue, images_of
 from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
 FORMAT_VERSION = 1
@@ -27,8 +31,8 @@ SAMPLE = 2048  # feature vectors in the reservoir sample: as much memory as the 
 CHUNK = 2**20  # random keys that are skipped together
 
 
-@dataclass(frozen=True)
-class FeatureStats:
+@dataclass(frozen=True, repr=False)
+class FeatureStats(MadeOfImages):
     """Mean and covariance of the features of a data set, exact and mergeable. They stay at the training site.
 
     >>> a = FeatureStats.from_features(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
@@ -39,7 +43,7 @@ class FeatureStats:
     mean: Tensor  # (D,) float64
     cov: Tensor  # (D, D) float64, divided by N as in Eq. 1
     count: int
-    meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights
+    meta: Mapping[str, Any] = field(default_factory=dict)  # whose features: layer, hash of the weights; which images
     sample: Tensor | None = None  # (n, D) reservoir sample of the features: stays at the training site too
     keys: Tensor | None = None  # (n,) random keys of the sample, ascending: the n smallest of the whole data set
     styles: "FeatureStats | None" = None  # of the images' style descriptors, with the same sample: see `styles`
@@ -61,18 +65,31 @@ class FeatureStats:
         return _from_sums(sums, meta or {})
 
     @staticmethod
-    def fit(classifier: SplitClassifier, loader: Iterable[Any]) -> "FeatureStats":
+    def fit(
+        classifier: SplitClassifier,
+        loader: Iterable[Any],
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> "FeatureStats":
         """One streaming pass over source images (tensors, or tuples that begin with one), in evaluation mode.
 
-        Memory is O(D²), however many images there are, and the classifier is left as it was.
+        Memory is O(D²), however many images there are, and the classifier is left as it was. `preprocessing`, of the
+        images that the loader gives, and the names of the `classes` are kept with the statistics: commands then read
+        test images in the same way.
         """
-        stats = FeatureStats.fit_part(classifier, loader)
+        stats = FeatureStats.fit_part(classifier, loader, 0, preprocessing, classes)
         if stats is None:
             raise ValueError("expected at least one source image, but the loader was empty")
         return stats
 
     @staticmethod
-    def fit_part(classifier: SplitClassifier, loader: Iterable[Any], start: int = 0) -> "FeatureStats | None":
+    def fit_part(
+        classifier: SplitClassifier,
+        loader: Iterable[Any],
+        start: int = 0,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> "FeatureStats | None":
         """Like `fit`, for the part of the source images that begins at image `start`; None if the part is empty.
 
         Merged parts have the same reservoir sample as the whole.
@@ -80,9 +97,12 @@ class FeatureStats:
         require_classifier(classifier)
         sums, styles = FeatureSums(start), FeatureSums(start)
         weights = next(classifier.parameters())
-        with torch.no_grad(), evaluating(classifier):
+        record = ImageRecord(preprocessing, None if classes is None else tuple(classes))
+        check = TrainingCheck(classifier)
+        with torch.no_grad(), evaluating(classifier), check.watching():
             for number, batch in enumerate(loader):
                 images = images_of(batch).to(weights)
+                record = record.seen(images)
                 features = classifier.backbone(images)  # (B, D)
                 if not torch.isfinite(features).all():
                     raise ValueError(
@@ -94,8 +114,10 @@ class FeatureStats:
                     styles.add(describe(images))
         if not sums.count:
             return None
+        if wrong := check.wrong():
+            warnings.warn(wrong, SourceWarning, stacklevel=3)
         own = _from_sums(styles, {}) if styles.count == sums.count else None
-        return replace(_from_sums(sums, classifier.identity()), styles=own)
+        return replace(_from_sums(sums, record.into(classifier.identity())), styles=own)
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -106,6 +128,7 @@ class FeatureStats:
                 raise ValueError(f"expected shards of {len(merged.mean)} features, but got one of {len(other.mean)}")
             if difference := describe_difference(merged.meta, other.meta):
                 raise ValueError(f"the shards do not belong to the same classifier: {difference}")
+            meta = merged.images.merge(other.images).into(merged.meta)
             count = merged.count + other.count
             share = other.count / count
             delta = other.mean - merged.mean  # (D,)
@@ -114,7 +137,7 @@ class FeatureStats:
             styles = None
             if merged.styles is not None and other.styles is not None:
                 styles = FeatureStats.merge(merged.styles, other.styles)
-            merged = FeatureStats(merged.mean + share * delta, cov, count, merged.meta, sample, keys, styles)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, meta, sample, keys, styles)
         return merged
 
     def group(
@@ -132,6 +155,8 @@ class FeatureStats:
         if num_groups is None:
             num_groups = default_num_groups(len(self.mean) - dead)
         groups = group_features(self.cov, num_groups, seed=seed, max_group_size=max_group_size)
+        if few := few_images(self.count, max(map(len, groups))):
+            warnings.warn(few, SourceWarning, stacklevel=2)
         meta = {
             **self.meta,
             "count": self.count,
@@ -150,6 +175,9 @@ class FeatureStats:
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
         """Raises where the features are another classifier's, and says what differs."""
         require_match("feature statistics", len(self.mean), self.meta, classifier)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"features": len(self.mean), "images": self.count, **super().facts()}
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the statistics to a safetensors file and returns its size in bytes."""
@@ -183,7 +211,7 @@ class FeatureStats:
         return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys, styles)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SourceStats(SourceValue):
     """Mean, groups and the groups' covariances of the source features: the only thing that leaves the training site.
 
@@ -213,9 +241,11 @@ class SourceStats(SourceValue):
         seed: int = 0,
         max_group_size: int | None = 128,
         keep_full: bool = False,
+        preprocessing: Preprocessing | None = None,
     ) -> Self:
         """`FeatureStats.fit` and `FeatureStats.group` in one call."""
-        return FeatureStats.fit(classifier, loader).group(num_groups, seed, max_group_size, keep_full)  # type: ignore[return-value]
+        stats = FeatureStats.fit(classifier, loader, preprocessing)
+        return stats.group(num_groups, seed, max_group_size, keep_full)  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         if self.mean.dim() != 1 or not torch.isfinite(self.mean).all():
@@ -262,13 +292,24 @@ class SourceStats(SourceValue):
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._tensors().values())
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes the statistics to a safetensors file and returns its size in bytes."""
-        return storage.write(path, self.file_kind, FORMAT_VERSION, self._tensors(), dict(self.meta))
+    def facts(self) -> Mapping[str, Any]:
+        groups = f"{len(self.groups)}, the widest of {self.widest_group}"
+        own = {"features": len(self.mean), "groups": groups, "images": self.meta.get("count"), **super().facts()}
+        own |= {"full covariance": self.full_cov is not None or None, "styles": self.styles is not None or None}
+        return own | {"size": f"{self.num_bytes() / 1e6:.1f} MB"}
+
+    def content(self) -> Content:
+        return self._tensors(), self.meta
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
+        source = super().load(path)
+        if few := few_images(source.meta.get("count", math.inf), source.widest_group):
+            warnings.warn(f"{path}: {few}", SourceWarning, stacklevel=2)
+        return source
+
+    @classmethod
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         groups = tensors["dims"].split(tensors["sizes"].tolist())
         blocks = tensors["covs"].split([len(dims) ** 2 for dims in groups])
         covs = tuple(block.reshape(len(dims), len(dims)) for dims, block in zip(groups, blocks, strict=True))

@@ -4,30 +4,31 @@ Maddox et al., A simple baseline for Bayesian uncertainty in deep learning, Neur
 """
 
 import copy
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.display import Displayed
 from cafe_tta.normalisation import batchnorm_layers
-from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.source.images import ImageRecord
+from cafe_tta.source.value import Content, SourceValue, images_of
 
-FORMAT_VERSION = 1
 
-
-@dataclass(frozen=True)
-class PosteriorMember:
+@dataclass(frozen=True, repr=False)
+class PosteriorMember(Displayed):
     """Mean and variance of every parameter, and the BatchNorm statistics that belong to the mean."""
 
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"parameters": sum(mean.numel() for mean in self.mean.values())}
 
     def put_into(self, classifier: SplitClassifier) -> None:
         """Sets the classifier to the mean of the posterior."""
@@ -38,7 +39,7 @@ class PosteriorMember:
                 buffer.copy_(self.buffers[name])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Posterior(SourceValue):
     """One diagonal Gaussian over the weights for each member of an ensemble, each from its own training run.
 
@@ -54,6 +55,7 @@ class Posterior(SourceValue):
     how_to_make = "collect one with Posterior.fit(classifier, labelled_loader) or `cafe-tta stats --kind posterior`"
 
     members: tuple[PosteriorMember, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)  # which images
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -78,7 +80,10 @@ class Posterior(SourceValue):
     @staticmethod
     def join(*posteriors: "Posterior") -> "Posterior":
         """An ensemble of several posteriors."""
-        return Posterior(tuple(member for posterior in posteriors for member in posterior.members))
+        record = ImageRecord()
+        for posterior in posteriors:
+            record = record.merge(posterior.images)
+        return Posterior(tuple(member for posterior in posteriors for member in posterior.members), record.into({}))
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
         """Raises where the classifier has other parameters than the posterior, and says what differs."""
@@ -92,26 +97,29 @@ class Posterior(SourceValue):
                     f"{found.get(names[0], 'none')} there, {expected.get(names[0], 'none')} here"
                 )
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes the posterior to a safetensors file and returns its size in bytes."""
+    def facts(self) -> Mapping[str, Any]:
+        parameters = self.members[0].facts()["parameters"]
+        return {"members": len(self.members), "parameters": parameters, **super().facts()}
+
+    def content(self) -> Content:
         tensors = {
             f"{number}.{part}.{name}": tensor
             for number, member in enumerate(self.members)
             for part in ("mean", "variance", "buffers")
             for name, tensor in getattr(member, part).items()
         }
-        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, {"members": len(self.members)})
+        return tensors, {**self.meta, "members": len(self.members)}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         parts: list[dict[str, dict[str, Tensor]]] = [
             {"mean": {}, "variance": {}, "buffers": {}} for _ in range(meta["members"])
         ]
         for key, tensor in tensors.items():
             number, part, name = key.split(".", 2)
             parts[int(number)][part][name] = tensor
-        return cls(tuple(PosteriorMember(**part) for part in parts))
+        own = {name: value for name, value in meta.items() if name != "members"}
+        return cls(tuple(PosteriorMember(**part) for part in parts), own)
 
 
 class SwagCollector:

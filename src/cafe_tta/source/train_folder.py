@@ -110,7 +110,7 @@ class TrainingRun:
         written = (model.classifier, model.architecture, model.preprocessing, classes)
         size = models.save(self.output / _RESULTS[0], *written)
         if result.posterior is not None:
-            result.posterior.save(self.output / _RESULTS[1])
+            result.posterior.of_images(model.preprocessing, classes).save(self.output / _RESULTS[1])
         report = {
             "settings": self.settings,
             "images": len(images),

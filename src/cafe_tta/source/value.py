@@ -1,24 +1,58 @@
 """What a method may need from the source domain: the base class of every kind of source value."""
 
 import os
-from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeAlias
 
 from torch import Tensor
 
+from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.display import Displayed
+from cafe_tta.models import Preprocessing
+from cafe_tta.source.images import ImageRecord
+
+Content: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # of a file: tensors, and metadata for JSON
 
 
-class SourceValue:
+class MadeOfImages(Displayed):
+    """What was computed from images, and knows how they were read: `meta` holds it."""
+
+    meta: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def images(self) -> ImageRecord:
+        """How the images were read, and what is known of them."""
+        return ImageRecord.of(self.meta)
+
+    def of_images(self, preprocessing: Preprocessing | None = None, classes: Sequence[str] | None = None) -> Self:
+        """The same, with what is known of the images, unless it has no `meta` to keep it in."""
+        if not is_dataclass(self) or "meta" not in (field.name for field in fields(self)):
+            return self
+        known = {"preprocessing": preprocessing, "classes": None if classes is None else tuple(classes)}
+        record = replace(self.images, **{name: value for name, value in known.items() if value is not None})
+        return replace(self, meta=record.into(self.meta))
+
+    def facts(self) -> Mapping[str, Any]:
+        classes = self.images.classes
+        return {"read at": self.images.describe(), "classes": None if classes is None else len(classes)}
+
+
+class SourceValue(MadeOfImages):
     """A value computed at the training site, saved to a file, and loaded where the images come in.
 
     A subclass sets `kind`, `file_kind` and `how_to_make`, writes the methods below, and is added to
     `cafe_tta.source.SOURCES`; a method asks for it with `needs = kind`. Every command then makes, loads, checks and
-    passes it on. tests/source/test_sources.py has a complete example.
+    passes it on. tests/source/test_sources.py has a complete example. In a field `meta`, commands keep how the images
+    were read. For one file with an adapter's state, it has `content` and `from_content`; it may also write `save` and
+    `load` itself.
     """
 
     kind: ClassVar[str]  # its key in `SOURCES`, and what methods write in `needs`
     file_kind: ClassVar[str]  # what its files call themselves
+    file_version: ClassVar[int] = 1
     how_to_make: ClassVar[str]  # ends an error: "tent needs X, but got none; " + how_to_make
 
     @classmethod
@@ -29,14 +63,23 @@ class SourceValue:
         """
         raise NotImplementedError
 
+    def content(self) -> Content:
+        """What a file of the value holds."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
+        """The value that has this content."""
+        raise NotImplementedError
+
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the value to a safetensors file, and returns its size in bytes."""
-        raise NotImplementedError
+        return storage.write(path, self.file_kind, self.file_version, *self.content())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads what `save` wrote."""
-        raise NotImplementedError
+        return cls.from_content(*storage.read(path, cls.file_kind, cls.file_version))
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
         """Raises where the value was computed with another classifier, and says what differs."""

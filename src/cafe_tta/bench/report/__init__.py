@@ -1,9 +1,10 @@
 """The report: tables in the paper's form, figures and a page, made from the records of a benchmark."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cafe_tta import storage
 from cafe_tta.bench.records import Record, collect
@@ -13,12 +14,13 @@ from cafe_tta.bench.report.figures import Drawing
 from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
 from cafe_tta.bench.report.page import to_html
 from cafe_tta.bench.report.tables import DISTANCES, Table, accuracy_tables, cost_tables, distance_table, sweep_table
+from cafe_tta.display import Displayed
 
 __all__ = ["Report", "make", "write"]
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Displayed):
     """Records and the tables made of them. Figures are drawn when it is written."""
 
     paths: tuple[Path, ...]
@@ -26,6 +28,10 @@ class Report:
     tables: tuple[Table, ...]
     notes: tuple[str, ...]
     with_paper: bool
+
+    def facts(self) -> Mapping[str, Any]:
+        tables = ", ".join(table.name for table in self.tables)
+        return {"records": len(self.records), "tables": tables, "notes": len(self.notes) or None}
 
     @property
     def command(self) -> str:

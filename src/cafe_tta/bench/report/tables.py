@@ -26,6 +26,7 @@ from cafe_tta.bench.report.columns import (
     rows,
     rows_of,
 )
+from cafe_tta.display import Displayed
 from cafe_tta.methods import METHODS
 
 NOTHING = "–"
@@ -70,8 +71,8 @@ class Measurement:
     paper_std: float | None = None
 
 
-@dataclass(frozen=True)
-class Table:
+@dataclass(frozen=True, repr=False)
+class Table(Displayed):
     """A table before it is Markdown, LaTeX, HTML or CSV.
 
     Headings have levels, from wide to narrow: ("cifar10", "all-mixed", "ours"). All have equally many.
@@ -85,7 +86,10 @@ class Table:
     caption: str = ""
     about: tuple[str, ...] = ()  # what the columns are
     notes: tuple[str, ...] = ()  # what a reader must know before comparing
-    measurements: tuple[Measurement, ...] = field(default=(), repr=False)
+    measurements: tuple[Measurement, ...] = ()
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"name": self.name, "title": self.title, "lines": len(self.lines), "columns": len(self.heads)}
 
     @property
     def depth(self) -> int:

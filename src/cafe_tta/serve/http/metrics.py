@@ -101,7 +101,7 @@ class _OfService(Collector):
                 "cafe_tta_clusters", "Clusters of images that are corrupted alike.", value=len(status["clusters"])
             )
         drift = GaugeMetricFamily(
-            "cafe_tta_drift", "Distance from the source images; up to 1 looks like the source.", labels=["model"]
+            "cafe_tta_drift", "Drift of recent images from the source images; 1 is like them.", labels=["model"]
         )
         for model, key in (("adapted", "overall"), ("source", "source")):
             if status["drift"].get(key) is not None:

@@ -45,8 +45,8 @@ function since(seconds) {
 // How far from the training images, in a word that does not need the colour.
 function judged(drift) {
   if (!known(drift)) return { kind: "unknown", word: "too few images to say" };
-  if (drift <= 1) return { kind: "like", word: "as in training" };
-  return drift <= 2 ? { kind: "shifted", word: "shifted" } : { kind: "far", word: "far off" };
+  if (drift <= 1.1) return { kind: "like", word: "as in training" };
+  return drift <= 1.4 ? { kind: "shifted", word: "shifted" } : { kind: "far", word: "far off" };
 }
 
 // Marks: each kind of event has a shape of its own
@@ -219,9 +219,9 @@ function hover(host, picture, x, bottom, items, describe) {
   if (kept) requestAnimationFrame(() => picture.isConnected && pointers.get(host) && show(kept));
 }
 
-// A stick from 1 (like the training images) to a camera's drift, on a scale of ratios from 1/4 to 16.
+// A stick from 1 (like the training images) to a camera's drift, on a scale of ratios from 1/2 to 8.
 function lolly(drift) {
-  const place = (v) => 4 + 92 * Math.min(1, Math.max(0, Math.log2(v / 0.25) / 6));
+  const place = (v) => 4 + 92 * Math.min(1, Math.max(0, Math.log2(v / 0.5) / 4));
   const picture = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("path", { d: "M4 7H96", class: "track", "vector-effect": "non-scaling-stroke" }));
   if (known(drift)) {
