@@ -14,6 +14,7 @@ from torch import Tensor
 from cafe_tta import data, models
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
+from cafe_tta.models.options import WEIGHTS_HELP
 from cafe_tta.options import Options, option
 from cafe_tta.source import FeatureStats, Posterior, SourceData, SourceStats, SourceValue, load_all, source_kind
 from cafe_tta.source.train import TrainConfig, train
@@ -37,7 +38,7 @@ class SourceSideOptions(Options):
     True
     """
 
-    weights: Path | None = option(None, "A safetensors file of weights for the model.", panel=_PANEL)
+    weights: Path | None = option(None, WEIGHTS_HELP, panel=_PANEL)
     num_classes: int | None = option(
         None, "The number of classes; by default that of the weights.", least=1, panel=_PANEL
     )

@@ -18,7 +18,7 @@ from cafe_tta.classifier import (
 )
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.source.reference import calibrate
-from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.source.value import SourceValue, images_of, require_batches
 from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
 FORMAT_VERSION = 1
@@ -61,28 +61,33 @@ class FeatureStats:
         return _from_sums(sums, meta or {})
 
     @staticmethod
-    def fit(classifier: SplitClassifier, loader: Iterable[Any]) -> "FeatureStats":
-        """One streaming pass over source images (tensors, or tuples that begin with one), in evaluation mode.
+    def fit(classifier: SplitClassifier, loader: Iterable[Any], key: str | None = None) -> "FeatureStats":
+        """One streaming pass over source images, in evaluation mode.
 
+        Batches are tensors, tuples that begin with one, or dictionaries that have one under `key` (or, without it,
+        under `image`, `images`, `pixel_values` or `img`).
         Memory is O(D²), however many images there are, and the classifier is left as it was.
         """
-        stats = FeatureStats.fit_part(classifier, loader)
+        stats = FeatureStats.fit_part(classifier, loader, key=key)
         if stats is None:
             raise ValueError("expected at least one source image, but the loader was empty")
         return stats
 
     @staticmethod
-    def fit_part(classifier: SplitClassifier, loader: Iterable[Any], start: int = 0) -> "FeatureStats | None":
+    def fit_part(
+        classifier: SplitClassifier, loader: Iterable[Any], start: int = 0, key: str | None = None
+    ) -> "FeatureStats | None":
         """Like `fit`, for the part of the source images that begins at image `start`; None if the part is empty.
 
         Merged parts have the same reservoir sample as the whole.
         """
         require_classifier(classifier)
+        require_batches(loader)
         sums, styles = FeatureSums(start), FeatureSums(start)
         weights = next(classifier.parameters())
         with torch.no_grad(), evaluating(classifier):
             for number, batch in enumerate(loader):
-                images = images_of(batch).to(weights)
+                images = images_of(batch, key).to(weights)
                 features = classifier.backbone(images)  # (B, D)
                 if not torch.isfinite(features).all():
                     raise ValueError(
