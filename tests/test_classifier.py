@@ -140,7 +140,7 @@ def test_what_follows_the_head_is_noticed_when_it_is_split() -> None:
         split_classifier(nn.Sequential(sequential(), nn.Softmax(1)))
     with pytest.raises(ValueError, match=r"what `0.3` makes, but it goes on with `1` \(BatchNorm1d\)"):
         split_classifier(nn.Sequential(sequential(), nn.BatchNorm1d(5)))
-    with pytest.raises(ValueError, match="its `forward` computes something else from that: a softmax"):
+    with pytest.raises(ValueError, match=r"its `forward` computes something else from that \(a softmax"):
         split_classifier(Ends(lambda logits: logits.log_softmax(1)))
     with pytest.raises(ValueError, match="it returns a dict without `logits`"):
         split_classifier(Ends(lambda logits: {"scores": logits}))
@@ -183,7 +183,7 @@ def test_two_heads_that_are_averaged_are_refused() -> None:
             features = self.body(images)
             return (self.head(features) + self.head_dist(features)) / 2
 
-    with pytest.raises(ValueError, match="what `head_dist` makes, but it combines that .*`head`, a second head"):
+    with pytest.raises(ValueError, match=r"what `head_dist` makes, but it combines that with .*`head` \(a second head"):
         split_classifier(Distilled())
 
 

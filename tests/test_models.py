@@ -21,6 +21,7 @@ from cafe_tta import models, storage
 from cafe_tta.classifier import split_classifier
 from cafe_tta.models import LoadedModel, Preprocessing, _torchvision, import_torchvision
 from cafe_tta.models.digits_resnet import DigitsResNet
+from cafe_tta.models.names import stated_classes
 from cafe_tta.options import describe
 from cafe_tta.source.train import TrainConfig, train
 
@@ -534,6 +535,21 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     storage.write(path, "source-stats", 1, {"mean": torch.zeros(2)}, {})
     with pytest.raises(storage.StorageError, match="expected a model file, but it holds 'source-stats'"):
         models.load(path)
+
+
+def test_pretrained_models_know_the_names_of_their_classes() -> None:
+    for spec, first in {"timm:resnet26": "tench, Tinca tinca", "torchvision:resnet18": "tench"}.items():
+        model = models.build(spec)
+        names = stated_classes(spec, model, pretrained=True)
+        assert names is not None and (len(names), names[0]) == (1000, first)
+        assert stated_classes(spec, model, pretrained=False) is None
+        assert stated_classes(spec, models.build(spec, 10), pretrained=True) is None
+
+
+def test_an_own_module_may_name_its_classes(nets: Path) -> None:
+    assert models.load("own_nets:Net").classes == ("cat", "dog", "owl")
+    (nets / "names.txt").write_text("chat\nchien\nhibou\n")
+    assert models.load("own_nets:Net", classes="names.txt").classes == ("chat", "chien", "hibou")
 
 
 # The digits network

@@ -125,11 +125,11 @@ class _Headless(nn.Module):
         if after:
             does = f"it goes on with {', '.join(after)}"
         elif others:
-            does = f"it combines that with something else: with `{others[-1]}`, a second head?"
+            does = f"it combines that with the output of `{others[-1]}` (a second head?)"
         elif returned is not None and logits_of(returned) is None:
             does = f"it returns a {type(returned).__name__} without `logits`"
         else:
-            does = "its `forward` computes something else from that: a softmax?"
+            does = "its `forward` computes something else from that (a softmax?)"
         return (
             f"expected the model to return what `{self.name}` makes, but {does}; remove that, or wrap the model "
             "so that it returns the logits of one linear layer"

@@ -31,6 +31,7 @@ def corrupt(
     """  # noqa: E501 - a line break here would be one in the help
     began = time.perf_counter()
     imageset = data.load(data_spec, download=download)
+    say_unreadable(data.left_out(imageset))
     with progress("looking", len(imageset)) as advance:
         job = copies.plan(imageset, output, options, name=data_spec, advance=advance)
     if job.settings.frost == copies.PROCEDURAL_FROST:

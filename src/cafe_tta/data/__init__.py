@@ -5,6 +5,7 @@
 896
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from cafe_tta.data.arrays import load_arrays
 from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
 from cafe_tta.data.digits import load_digits
 from cafe_tta.data.folder import FolderSet as FolderSet
-from cafe_tta.data.folder import load_folder
+from cafe_tta.data.folder import left_out as left_out
+from cafe_tta.data.folder import load_files, load_folder
 from cafe_tta.data.imagenet import load_imagenet
 from cafe_tta.data.imageset import CorruptedSet as CorruptedSet
 from cafe_tta.data.imageset import ImageSet as ImageSet
@@ -59,8 +61,9 @@ DATASETS: dict[str, NamedSet] = {
 
 
 def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
-    """An image set by its name: `digits:train`, `cifar10:test`, `arrays:DIR`, or simply the path of a folder.
+    """An image set by its name, `digits:train`, `cifar10:test`, `arrays:DIR`, or the path of a folder or of a file.
 
+    A pattern such as `photos/*.jpg` is all files that it matches (`**` goes through folders, too).
     Data sets are looked for in the folder after an `@`, as in `cifar10:test@/data`, or else in the one that the
     environment variable CAFE_TTA_DATA names, or else in ~/.cache/cafe-tta/data. A missing one is downloaded with
     `download` or with CAFE_TTA_DOWNLOAD=1, and not otherwise. Published corrupted sets, such as `cifar10-c@DIR`, are a
@@ -85,8 +88,8 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
     path = Path(text).expanduser()
     if path.is_dir():
         return load_folder(text)
-    if path.exists():
-        raise ValueError(f"expected a folder of images, but {text} is a file; name the folder that it is in")
+    if path.is_file() or glob.has_magic(text):
+        return load_files(text)
     near = get_close_matches(name, DATASETS, n=1)
     if near and not rest and near[0] in ("arrays", "folder"):
         near = []  # a folder's name was meant
@@ -95,4 +98,11 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
 
 
 def _choices() -> str:
-    return ", ".join(["a folder of images", *(example for named in DATASETS.values() for example in named.examples)])
+    return ", ".join(
+        [
+            "a folder of images",
+            "an image file",
+            "a pattern such as 'photos/*.jpg'",
+            *(example for named in DATASETS.values() for example in named.examples),
+        ]
+    )

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.models import checkpoints
-from cafe_tta.models.names import NAMES, build, default_preprocessing, head_of, is_name, is_own, num_classes_of
+from cafe_tta.models.classes import check_classes, read_classes
+from cafe_tta.models.names import (
+    NAMES,
+    build,
+    default_preprocessing,
+    head_of,
+    is_name,
+    is_own,
+    num_classes_of,
+    stated_classes,
+)
 from cafe_tta.models.preprocessing import Preprocessing, Rgb
 
 FORMAT_VERSION = 1
@@ -42,16 +52,17 @@ def load(
     mean: Rgb | None = None,
     std: Rgb | None = None,
     new_head: bool = False,
+    classes: str | os.PathLike[str] | None = None,
 ) -> LoadedModel:
     """A model, ready to use, from its name or from a file.
 
     `spec` is timm:NAME, torchvision:NAME, cafe:NAME, package.module:NAME for an nn.Module of your own (or a function
     or class that makes one), or the path of a file that `save` made. A file of plain weights
     (safetensors, or a state dict that torch.save wrote) does not say what it is the weights of: give the name, and the
-    file as `weights`. `size`, `mean` and `std` replace
-    what the library or the file says about preprocessing; with a `size`, images are resized to it without a crop.
-    With `new_head`, the weights of a file go into all but the last layer, which is new and has `num_classes` outputs:
-    the start of training for other classes.
+    file as `weights`. `size`, `mean` and `std` replace what the library or the file says about preprocessing; with a
+    `size`, images are resized to it without a crop. `classes` is a file of their names, instead of those that the
+    library or the file knows. With `new_head`, the weights of a file go into all but the last layer, which is new and
+    has `num_classes` outputs: the start of training for other classes.
 
     >>> load("cafe:digits-resnet").preprocessing.size
     32
@@ -97,9 +108,15 @@ def load(
         preprocessing = Preprocessing(size, mean, std)
     else:
         preprocessing = _override(saved or default_preprocessing(architecture, model), size, mean, std)
-    classes = tuple(meta["classes"]) if meta.get("classes") and not new_head else None
+    count = num_classes_of(model, architecture)
+    if classes is not None:
+        names: tuple[str, ...] | None = check_classes(read_classes(classes), count, os.fspath(classes))
+    elif meta.get("classes") and not new_head:
+        names = tuple(meta["classes"])
+    else:
+        names = stated_classes(architecture, model, pretrained)
     trained = weights is not None or pretrained or is_own(architecture)  # which may load weights by itself
-    return LoadedModel(model.eval(), architecture, num_classes_of(model, architecture), preprocessing, classes, trained)
+    return LoadedModel(model.eval(), architecture, count, preprocessing, names, trained)
 
 
 def save(

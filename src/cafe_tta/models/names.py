@@ -1,6 +1,7 @@
 """Models by name: timm:NAME, torchvision:NAME, this project's own, cafe:NAME, and the user's, package.module:NAME."""
 
 import copy
+import importlib
 import inspect
 import math
 import os
@@ -46,6 +47,15 @@ def default_preprocessing(architecture: str, model: nn.Module) -> Preprocessing:
     """The preprocessing that the library states for a model."""
     library, name = _parse(architecture)
     return library.preprocessing(name, model)
+
+
+def stated_classes(architecture: str, model: nn.Module, pretrained: bool) -> tuple[str, ...] | None:
+    """The names of the classes that the library states for its pretrained weights, or an own module for itself."""
+    library, name = _parse(architecture)
+    if not pretrained and library is not _USERS:
+        return None  # who knows what the weights were trained for
+    names = library.classes(name, model)
+    return tuple(names) if names and len(names) == num_classes_of(model, architecture) else None
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
@@ -135,6 +145,12 @@ def _timm_preprocessing(_name: str, model: nn.Module) -> Preprocessing:
     return Preprocessing(size, config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD), resize)
 
 
+def _timm_classes(_name: str, model: nn.Module) -> Sequence[str] | None:
+    timm_data: Any = importlib.import_module("timm.data")
+    subset = timm_data.infer_imagenet_subset(model)
+    return timm_data.ImageNetInfo(subset).label_descriptions() if subset else None
+
+
 # torchvision
 
 
@@ -165,6 +181,11 @@ def _torchvision_preprocessing(name: str, _model: nn.Module) -> Preprocessing:
     stated = _torchvision_weights(name).transforms.keywords
     size, resize = stated.get("crop_size", IMAGENET.size), stated.get("resize_size", IMAGENET.resize)
     return Preprocessing(size, stated.get("mean", IMAGENET_MEAN), stated.get("std", IMAGENET_STD), resize)
+
+
+def _torchvision_classes(name: str, _model: nn.Module) -> Sequence[str] | None:
+    names: Sequence[str] | None = _torchvision_weights(name).meta.get("categories")
+    return names
 
 
 # This project's own
@@ -276,11 +297,12 @@ class _Library:
 
     build: Callable[[str, int | None, bool, int | None], nn.Module]
     preprocessing: Callable[[str, nn.Module], Preprocessing]
+    classes: Callable[[str, nn.Module], Sequence[str] | None]
 
 
 _LIBRARIES = {
-    "timm": _Library(_build_timm, _timm_preprocessing),
-    "torchvision": _Library(_build_torchvision, _torchvision_preprocessing),
-    "cafe": _Library(_build_cafe, lambda name, model: _OWN[name].preprocessing),
+    "timm": _Library(_build_timm, _timm_preprocessing, _timm_classes),
+    "torchvision": _Library(_build_torchvision, _torchvision_preprocessing, _torchvision_classes),
+    "cafe": _Library(_build_cafe, lambda name, model: _OWN[name].preprocessing, lambda name, model: None),
 }
-_USERS = _Library(_build_users, _users_preprocessing)
+_USERS = _Library(_build_users, _users_preprocessing, lambda name, model: getattr(model, "classes", None))

@@ -51,6 +51,11 @@ class ModelOptions(Options):
     head: str | None = option(
         None, "Name of the linear layer that computes the logits; by default it is detected.", panel="Model"
     )
+    classes: Path | None = option(
+        None,
+        'Names of the classes, by default the model\'s: a text file, one a line, or JSON, a list or {"0": "cat", …}.',
+        panel="Model",
+    )
     device: str = option(
         "auto", f"Where the model runs: {', '.join(DEVICES)}. auto is the fastest device there is.", panel="Model"
     )
