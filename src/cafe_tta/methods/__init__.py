@@ -1,6 +1,5 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
-from dataclasses import replace
 from typing import Any
 
 from cafe_tta.adapter import Adapter
@@ -27,7 +26,7 @@ from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
-from cafe_tta.options import describe, did_you_mean, require_known
+from cafe_tta.options import did_you_mean
 
 METHODS: dict[str, type[Adapter]] = {
     "source": SourceOnly,
@@ -58,9 +57,7 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
     kind = method(name)
     if preset is not None and preset not in kind.presets:
         raise ValueError(f"{name} has no preset {preset!r}; choose from: {', '.join(kind.presets) or 'none'}")
-    config = kind.Config() if preset is None else kind.presets[preset]
-    require_known(options, [described.name for described in describe(kind.Config)], name)
-    return replace(config, **options)
+    return kind.configure(None if preset is None else kind.presets[preset], **options)
 
 
 def create(
