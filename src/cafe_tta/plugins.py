@@ -1,9 +1,15 @@
-"""Objects of the user's own code by name: `package.module:name`, or `file.py:name`, seen from the current folder."""
+"""Methods, data sets, corruptions, protocols and models from outside this package.
+
+A name is looked up among the entry points of installed packages, in the groups `cafe_tta.methods`, `.datasets`,
+`.corruptions` and `.protocols`; `package.module:name` and `file.py:name` are looked up from the current folder.
+"""
 
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable, Iterable, MutableMapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +58,63 @@ def load_object(text: str) -> Any:
             raise ValueError(f"{match[1]} has no {match[2]!r}{did_you_mean(name, dir(found))}")
         found = getattr(found, name)
     return found
+
+
+def find(kind: str, text: str) -> Any:
+    """What an installed package or the user's own code calls so; None where there is nothing of that name."""
+    for entry in entry_points(group=f"cafe_tta.{kind}", name=text):
+        try:
+            return entry.load()
+        except Exception as error:  # whatever their code does
+            package = entry.dist.name if entry.dist else "an installed package"
+            raise ImportError(f"{text}, of {package}, cannot be loaded: {type(error).__name__}: {error}") from error
+    return load_object(text) if exists(text) else None
+
+
+def add(kind: str, text: str, known: MutableMapping[str, Any], take: Callable[[str, Any], Any]) -> str | None:
+    """The key of `known` that a text stands for; what it finds outside is added, and None is nothing found.
+
+    `take` is given the name and the object, and makes the value of it, or raises where it is of another kind, or
+    returns None where it is for others. The key is the entry point's name, or the `name` of the value, or else what is
+    written after the colon.
+    """
+    if text in known:
+        return text
+    if (key := _KEYS.get((kind, text))) in known:
+        return key
+    found = find(kind, text)
+    if found is None:
+        return None
+    last = text.rpartition(":")[2].rpartition(".")[2]
+    value = take(last, found)
+    if value is None:
+        return None
+    key = (getattr(value, "name", None) or last) if is_spec(text) else text
+    if key in known and known[key] is not value:
+        key = text  # that name is taken
+    known[key] = value
+    _KEYS[kind, text] = key
+    return key
+
+
+def unknown(what: str, kind: str, text: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that nothing has."""
+    names = [*known, *available(kind)]
+    hint, choices = did_you_mean(text, names), ", ".join(names)
+    return ValueError(f"unknown {what} {text!r}{hint}; choose from: {choices}; one of your own is {HOW}")
+
+
+def added(kind: str) -> list[str]:
+    """The texts by which this process has found something outside: another process can find it by them, too."""
+    return [text for own, text in _KEYS if own == kind]
+
+
+def available(kind: str) -> list[str]:
+    """The names that installed packages offer."""
+    return sorted(entry.name for entry in entry_points(group=f"cafe_tta.{kind}"))
+
+
+_KEYS: dict[tuple[str, str], str] = {}  # of what was added
 
 
 def _module(name: str) -> ModuleType:

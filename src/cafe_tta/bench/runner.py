@@ -56,6 +56,8 @@ class Runner:
         self.source = source
         self.share = share or Share()  # of every batch, where several processes do each run together
         self.images = data.load(plan.dataset.data)
+        self.labels = source.labels_of(self.images)
+        self._require_domains()
         self.results = Results(folder, self.settings())
         self._adapters: dict[str, Adapter] = {}
         self._made_reference: Reference | None = None
@@ -67,9 +69,16 @@ class Runner:
             Planned(protocol, self.plan.mode, row, seed, episode)
             for protocol in self.plan.protocols
             for seed in self.plan.seeds
-            for episode in self.plan.episodes(protocol, seed, count)
+            for episode in self.plan.episodes(protocol, seed, count, self.labels)
             for row in self.plan.rows
         ]
+
+    def _require_domains(self) -> None:
+        """Raises where a corrupted data set lacks what the plan asks for: before anything slow, or written."""
+        if isinstance(self.images, data.CorruptedSet):
+            asked = {domain for run in self.runs() for domain in run.episode.domains if domain.severity}
+            for domain in sorted(asked):
+                self.images.corrupted([], domain.corruption, domain.severity)
 
     def missing(self) -> list[Planned]:
         """The runs that are not done yet."""
@@ -79,6 +88,7 @@ class Runner:
         """What a user should know before the work begins: what was done earlier, and what was lost."""
         planned, missing = len(self.runs()), len(self.missing())
         notes = ["note: the last record was cut off by a crash and is done again"] if self.results.dropped else []
+        notes += self.plan.notes()
         return notes + ([f"{planned - missing} of {planned} runs are done already"] if missing < planned else [])
 
     def progress(self) -> str:
@@ -134,7 +144,7 @@ class Runner:
     def stream(self, episode: Episode) -> Stream:
         """The corrupted images of an episode."""
         preset, seed = self.plan.dataset.corruption_preset, self.plan.corruption_seed
-        return Stream(self.images, episode, self.source.preprocessing, preset, seed, self.share)
+        return Stream(self.images, episode, self.source.preprocessing, preset, seed, self.share, self.labels)
 
     def settings(self) -> dict[str, Any]:
         """What all the runs of a folder have in common."""

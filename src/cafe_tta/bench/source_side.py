@@ -42,6 +42,9 @@ class SourceSideOptions(Options):
     num_classes: int | None = option(
         None, "The number of classes; by default that of the weights.", least=1, panel=_PANEL
     )
+    pretrained: bool = option(
+        False, "Download the weights that the model's library offers.", panel=_PANEL, flag="--pretrained"
+    )
     source: list[Path] = option(
         [],
         "A file of source values that was made before, such as a SWAG posterior. May be repeated.",
@@ -73,7 +76,7 @@ class SourceSide:
         self.preprocessing = self._loaded.preprocessing
         self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
         self.group_seed = 0
-        self._groups: dict[int, SourceStats] = {}
+        self._groups: dict[int | None, SourceStats] = {}
         self._values: dict[str, SourceValue] = {}
 
     @cached_property
@@ -88,11 +91,10 @@ class SourceSide:
     @cached_property
     def stats(self) -> FeatureStats:
         path = self.folder / "feature-stats.safetensors"
-        if path.exists():
-            stats = FeatureStats.load(path)
-            if stats.count == len(self.indices) and stats.styles is not None:  # files of version 0.1 have no styles
-                stats.check_belongs_to(self.classifier)
-                return stats
+        stats = self._kept(FeatureStats, path)
+        # Files of version 0.1 have no styles.
+        if stats is not None and stats.count == len(self.indices) and stats.styles is not None:
+            return stats
         self.say(f"computing statistics of {len(self.indices)} source images")
         stats = FeatureStats.fit(self.classifier, self._image_batches())
         stats.save(path)
@@ -115,14 +117,12 @@ class SourceSide:
         limit = self.options.max_group_size or None
         if num_groups not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
-            if path.exists():
-                source = SourceStats.load(path)
-                same = source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed
-                if same and source.styles is not None:
-                    source.check_belongs_to(self.classifier)
-                    self._groups[num_groups] = source
-                    return source
-            self.say(f"grouping {len(self.stats.mean)} features into {num_groups}")
+            kept = self._kept(SourceStats, path)
+            same = {} if kept is None or kept.styles is None else kept.meta
+            if same.get("count") == self.stats.count and same.get("seed") == self.group_seed:
+                self._groups[num_groups] = kept
+                return self._groups[num_groups]
+            self.say(f"grouping {len(self.stats.mean)} features{f' into {num_groups}' if num_groups else ''}")
             source = self.stats.group(num_groups, seed=self.group_seed, max_group_size=limit)
             source.save(path)
             self._groups[num_groups] = source
@@ -142,9 +142,8 @@ class SourceSide:
         """A source value of any kind: given, made before, or made now by its `fit`."""
         value = self.given.get(kind) or self._values.get(kind)
         path = self.folder / f"{kind}.safetensors"
-        if value is None and path.exists():
-            value = source_kind(kind).load(path)
-            value.check_belongs_to(self.classifier)
+        if value is None:
+            value = self._kept(source_kind(kind), path)
             if getattr(value, "count", len(self.indices)) != len(self.indices):
                 value = None  # of other source images
         if value is None:
@@ -156,6 +155,17 @@ class SourceSide:
         self._values[kind] = value
         return value
 
+    def _kept(self, kind: Any, path: Path) -> Any:
+        """What was made before, if it was made with this classifier: an attempt that failed may have had another."""
+        if not path.exists():
+            return None
+        value = kind.load(path)
+        try:
+            value.check_belongs_to(self.classifier)
+        except ValueError:
+            return None
+        return value
+
     def _fit_options(self, kind: str) -> dict[str, Any]:
         if kind != Posterior.kind:
             return {}
@@ -165,6 +175,17 @@ class SourceSide:
                 "with `swag_epochs`, or leave out the methods that need it"
             )
         return {"epochs": self.options.swag_epochs, "lr": self.options.swag_lr, "momentum": 0.9}
+
+    def labels_of(self, images: data.ImageSet) -> data.Labels | None:
+        """The labels of images, in the model's numbers where both have names of classes."""
+        loaded = getattr(self, "_loaded", None)  # none yet, while the embedded model is trained
+        if loaded is None or loaded.classes is None or images.classes is None or images.labels is None:
+            return images.labels
+        labels, _ = data.match_labels(images, loaded.classes, loaded.num_classes)
+        if labels is None or (labels < 0).any():
+            strange = ", ".join(name for name in images.classes if name not in loaded.classes)
+            raise ValueError(f"{images.name} has classes that the model does not have: {strange}")
+        return labels
 
     def describe_model(self) -> dict[str, Any]:
         weights = hashlib.sha256("".join(sorted(self.classifier.fingerprint().values())).encode()).hexdigest()
@@ -183,7 +204,7 @@ class SourceSide:
             self.dataset.model,
             weights=self.options.weights,
             num_classes=self.options.num_classes,
-            pretrained=self.dataset.pretrained and self.options.weights is None,
+            pretrained=(self.dataset.pretrained or self.options.pretrained) and self.options.weights is None,
             size=self.dataset.size,
             mean=self.dataset.mean,
             std=self.dataset.std,
@@ -211,9 +232,10 @@ class SourceSide:
         return images, labels
 
     def _labels(self, indices: list[int]) -> Tensor:
-        if self.images.labels is None:
+        labels = self.labels_of(self.images)
+        if labels is None:
             raise ValueError(f"{self.images.name} has no labels, which training needs")
-        return torch.from_numpy(np.asarray(self.images.labels)[indices])
+        return torch.from_numpy(np.asarray(labels)[indices])
 
     def _image_batches(self) -> Iterator[Tensor]:
         for part in _blocks(self.indices, BATCH):

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
+from cafe_tta import plugins
 from cafe_tta.data.arrays import ArraySet as ArraySet
 from cafe_tta.data.arrays import load_arrays
 from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
@@ -78,6 +80,7 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
         raise ValueError(f"expected the name of an image set, but got nothing; choose from: {_choices()}")
     name = re.match("[a-z0-9-]*", text)[0]  # type: ignore[index] # matches always
     rest = text[len(name) :]
+    plugins.add("datasets", name, DATASETS, _as_named)
     named = DATASETS.get(name)
     if named is not None and rest[:1] not in (("", ":", "@") if named.at_folder else ("", ":")):
         named = None
@@ -90,11 +93,34 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
         return load_folder(text)
     if path.is_file() or glob.has_magic(text):
         return load_files(text)
+    if plugins.exists(text):
+        return _own(text)
     near = get_close_matches(name, DATASETS, n=1)
     if near and not rest and near[0] in ("arrays", "folder"):
         near = []  # a folder's name was meant
     hint = f"; did you mean {near[0] + rest!r}?" if near else ""
     raise ValueError(f"no folder at {text!r}, and no image set of that name{hint}; choose from: {_choices()}")
+
+
+def _own(text: str) -> ImageSet:
+    """An image set of the user's own code, or what a function of theirs returns."""
+    found = plugins.load_object(text)
+    made = found() if callable(found) and not hasattr(found, "item_name") else found
+    lacking = [
+        name for name in ("name", "classes", "labels", "item_name", "images", "digest") if not hasattr(made, name)
+    ]
+    if lacking:
+        raise TypeError(
+            f"expected {text} to be an image set, such as data.ArraySet(name, array, labels), or to return one, but "
+            f"{type(made).__name__} has no `{lacking[0]}`"
+        )
+    return cast(ImageSet, made)
+
+
+def _as_named(name: str, found: Any) -> NamedSet | None:
+    if isinstance(found, NamedSet):
+        return found
+    return NamedSet(found, (name,)) if callable(found) else None  # else it is a data set of the benchmark
 
 
 def _choices() -> str:

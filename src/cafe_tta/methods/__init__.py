@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cafe_tta import plugins
 from cafe_tta.adapter import Adapter
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.adabn import AdaBN as AdaBN
@@ -26,7 +27,6 @@ from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
-from cafe_tta.options import did_you_mean
 
 METHODS: dict[str, type[Adapter]] = {
     "source": SourceOnly,
@@ -45,11 +45,26 @@ METHODS: dict[str, type[Adapter]] = {
 }
 
 
+def method_name(text: str) -> str:
+    """The key in `METHODS` of a method by its name, or by package.module:Class, which is then added."""
+    name = plugins.add("methods", text, METHODS, _as_method)
+    if name is None:
+        raise plugins.unknown("method", "methods", text, METHODS)
+    return name
+
+
 def method(name: str) -> type[Adapter]:
     """The class of a method, or an error that lists what there is."""
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; choose from: {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[method_name(name)]
+
+
+def _as_method(name: str, found: Any) -> type[Adapter]:
+    if not isinstance(found, type) or not issubclass(found, Adapter):
+        kind = f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+        raise TypeError(f"expected {name} to be a method, a subclass of cafe_tta.Adapter, but got {kind}")
+    if not hasattr(found, "name"):
+        found.name = name
+    return found
 
 
 def configure(name: str, preset: str | None = None, **options: Any) -> Any:
