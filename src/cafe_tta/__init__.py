@@ -40,6 +40,7 @@ from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import Unmix as Unmix
 from cafe_tta.methods import UnmixConfig as UnmixConfig
 from cafe_tta.methods import create as create
+from cafe_tta.models import _torchvision
 from cafe_tta.source import SOURCES as SOURCES
 from cafe_tta.source import FeatureStats as FeatureStats
 from cafe_tta.source import Posterior as Posterior
@@ -47,3 +48,5 @@ from cafe_tta.source import Reference as Reference
 from cafe_tta.source import SourceHistograms as SourceHistograms
 from cafe_tta.source import SourceStats as SourceStats
 from cafe_tta.source import SwagCollector as SwagCollector
+
+_torchvision.repair()

@@ -46,18 +46,36 @@ class Planned:
         return (self.protocol, self.mode, self.row.label, self.seed, self.episode.name)
 
 
+def require_domains(plan: Plan, images: data.ImageSet) -> None:
+    """Raises where an image set lacks a corruption, or this machine what makes it: before anything slow, or written."""
+    episodes = [
+        episode
+        for protocol in plan.protocols
+        for episode in plan.episodes(protocol, plan.seeds[0], len(images), images.labels)
+    ]
+    for domain in sorted({domain for episode in episodes for domain in episode.domains if domain.severity}):
+        if isinstance(images, data.CorruptedSet):
+            images.corrupted([], domain.corruption, domain.severity)
+        else:
+            corruptions.CORRUPTIONS[corruptions.corruption_name(domain.corruption)].load()
+
+
 class Runner:
     """A plan over a folder of results."""
 
     def __init__(
-        self, plan: Plan, source: SourceSide, folder: str | os.PathLike[str], share: Share | None = None
+        self,
+        plan: Plan,
+        source: SourceSide,
+        folder: str | os.PathLike[str],
+        share: Share | None = None,
+        images: data.ImageSet | None = None,
     ) -> None:
         self.plan = plan
         self.source = source
         self.share = share or Share()  # of every batch, where several processes do each run together
-        self.images = data.load(plan.dataset.data)
+        self.images = data.load(plan.dataset.data) if images is None else images
         self.labels = source.labels_of(self.images)
-        self._require_domains()
         self.results = Results(folder, self.settings())
         self._adapters: dict[str, Adapter] = {}
         self._made_reference: Reference | None = None
@@ -72,13 +90,6 @@ class Runner:
             for episode in self.plan.episodes(protocol, seed, count, self.labels)
             for row in self.plan.rows
         ]
-
-    def _require_domains(self) -> None:
-        """Raises where a corrupted data set lacks what the plan asks for: before anything slow, or written."""
-        if isinstance(self.images, data.CorruptedSet):
-            asked = {domain for run in self.runs() for domain in run.episode.domains if domain.severity}
-            for domain in sorted(asked):
-                self.images.corrupted([], domain.corruption, domain.severity)
 
     def missing(self) -> list[Planned]:
         """The runs that are not done yet."""

@@ -14,7 +14,7 @@ from cafe_tta.bench import estimate, run
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.records import RECORDS
 from cafe_tta.bench.source_side import SourceSideOptions
-from cafe_tta.cli.console import progress, say, show_table, sigterm_interrupts
+from cafe_tta.cli.console import duration, progress, say, show_table, sigterm_interrupts
 from cafe_tta.cli.flags import TORCHRUN, TimeoutOption, command
 from cafe_tta.cli.report import show_report_table
 from cafe_tta.copies import choose_severities
@@ -185,12 +185,6 @@ def _show_experiments(dataset: Dataset, options: SourceSideOptions) -> None:
     costs = estimate.every_experiment(dataset, options, say)
     table = Table("experiment", "shows", "data sets", f"{dataset.name}, 3 seeds", box=None)
     for name, kind in EXPERIMENTS.items():
-        cost = _duration(costs[name]) if name in costs else "-"
+        cost = duration(costs[name]) if name in costs else "-"
         table.add_row(name, kind.shows, ", ".join(kind.datasets), cost)
     show_table(table)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

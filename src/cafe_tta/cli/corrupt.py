@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cafe_tta import copies, data
+from cafe_tta._install import command as install_command
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, say_unreadable, show_facts
 from cafe_tta.cli.flags import command
 from cafe_tta.data.options import DATA_HELP
@@ -37,7 +38,7 @@ def corrupt(
     if job.settings.frost == copies.PROCEDURAL_FROST:
         say(
             f"note: frost is made with {copies.PROCEDURAL_FROST}; "
-            'pip install "cafe-tta[corruptions]" brings the published ones'
+            f"the published ones come with: {install_command('corruptions')}"
         )
     made = 0
     with StopRequest() as stop, progress("corrupting", job.total) as advance:

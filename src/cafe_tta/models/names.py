@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from cafe_tta import plugins
+from cafe_tta._install import missing
 from cafe_tta.models import checkpoints
 from cafe_tta.models._torchvision import import_torchvision
 from cafe_tta.models.digits_resnet import DigitsResNet
@@ -120,7 +121,7 @@ def _timm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        raise ImportError('timm is not installed; install it with: pip install "cafe-tta[models]"') from error
+        raise missing("this model", error, "models") from error
     return timm
 
 
