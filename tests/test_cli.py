@@ -578,9 +578,7 @@ def test_a_missing_library_of_the_corruptions_is_said_before_anything_is_trained
         monkeypatch.delitem(sys.modules, f"cafe_tta.corruptions.{family}", raising=False)
     monkeypatch.setitem(sys.modules, "cv2", None)
     said = run("demo", "--output", tmp_path / "demo", code=2).stderr
-    assert re.search(
-        r'the corruption \w+ needs cv2, which is not installed; install it with: pip install "opencv', said
-    )
+    assert re.search(r'the corruption \w+ needs cv2, which is not installed; .*: pip install "opencv', said)
     assert not (tmp_path / "demo").exists()
 
 

@@ -256,7 +256,7 @@ def test_signals_to_the_whole_group_end_the_simulation_soon(tmp_path):
         target=lambda: list(play(plan, make_cameras(2, rate=1e-5), 2, stop.is_set, begun)), daemon=True
     )
     playing.start()
-    playing.join(timeout=PATIENCE)
+    playing.join(timeout=2 * PATIENCE)
     assert not playing.is_alive() and not multiprocessing.active_children()
 
 
