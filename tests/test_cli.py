@@ -12,20 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer.rich_utils
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cafe_tta import METHODS, FeatureStats, SourceStats, corruptions, create, data, split_classifier
+from cafe_tta import METHODS, FeatureStats, SourceStats, corruptions, create, data, models, split_classifier, storage
+from cafe_tta._install import libraries
 from cafe_tta.adapter import Adapter
-from cafe_tta.cli import app
+from cafe_tta.cli import app, console
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.options import Described, _Rule
 from cafe_tta.runs.measure import Followed, Measurement
 from cafe_tta.runs.measure import notes as measure_notes
+from cafe_tta.serve.snapshots import FORMAT, KIND
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
@@ -705,3 +708,65 @@ def test_contact_sheet_of_corrupted_copies_is_not_an_image_of_theirs(made, tmp_p
     assert (tmp_path / "copies/contact-sheet.png").is_file()
     names = [data.load(tmp_path / "copies").item_name(i) for i in range(len(data.load(tmp_path / "copies")))]
     assert len(names) == 60 and not any("contact-sheet" in name for name in names)
+
+
+# What stands in the way of a first try
+
+
+def test_install_hints_name_packages_that_an_index_has():
+    assert {"typer>=0.15", "fastapi>=0.115"} <= set(libraries("serve"))  # with what other extras bring to it
+    for extra in ("cli", "models", "corruptions", "serve", "all"):
+        assert libraries(extra) and not any("cafe" in library for library in libraries(extra))
+
+
+def test_a_missing_library_of_the_corruptions_is_said_before_anything_is_trained(tmp_path, monkeypatch):
+    for family in ("noise", "blur", "weather", "digital"):  # they are imported when they are first used
+        monkeypatch.delitem(sys.modules, f"cafe_tta.corruptions.{family}", raising=False)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    said = run("demo", "--output", tmp_path / "demo", code=2).stderr
+    assert re.search(r'the corruption \w+ needs cv2, which is not installed; .*: pip install "opencv', said)
+    assert not (tmp_path / "demo").exists()
+
+
+def test_progress_is_told_in_lines_where_nobody_watches(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(console._Lines, "EVERY", 0.0)
+    said = adapt(made, tmp_path / "out").stderr
+    assert re.search(r"^adapting: 17 of 62, about \d+ s left$", said, re.MULTILINE)
+    assert said.splitlines()[-1].startswith("adapting: 62 of 62")
+    now = 1000.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console._Lines, "EVERY", 30.0)
+    told = []
+    monkeypatch.setattr(console, "say", told.append)
+    with console.progress("reading", 100) as advance:
+        advance(50)  # what an earlier run had done
+        for _ in range(40):
+            now += 2
+            advance(1)
+    assert told == ["reading: 65 of 100, about 70 s left", "reading: 80 of 100, about 40 s left"]
+
+
+@pytest.mark.parametrize("name", ["serve", "adapt", "bench", "stats", "train", "simulate", "corrupt"])
+def test_help_shows_whole_names_in_80_columns(name, monkeypatch):
+    monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 80)
+    shown = run(name, "--help").stdout
+    assert not re.search(r"--[\w-]*…", shown) and max(map(len, shown.splitlines())) <= 80
+
+
+def test_check_looks_at_the_saved_state(made, tmp_path):
+    serve = ("serve", "--model", made / "model/model.safetensors", "--method", "tent", "--check", "--state")
+    assert "a new folder" in run(*serve, tmp_path / "state").stdout and not (tmp_path / "state").exists()
+    (tmp_path / "state").mkdir()
+    assert "nothing saved yet" in run(*serve, tmp_path / "state").stdout
+    classifier = split_classifier(models.load(made / "model/model.safetensors").model)
+    for number, (method, other) in enumerate((("adabn", False), ("tent", True), ("tent", False)), 1):
+        identity = classifier.identity() | ({"feature_layer": "head"} if other else {})
+        meta = {"adapter": {"method": method, "classifier": identity, "config": {}}, "version": 3}
+        storage.write(tmp_path / f"state/snapshot-{number:08d}.safetensors", KIND, FORMAT, {}, meta)
+        if method == "adabn":
+            assert "is a state of 'adabn', but this is 'tent'; choose another folder" in run(
+                *serve, tmp_path / "state", code=2).stderr  # fmt: skip
+        elif other:
+            assert "does not belong to this classifier" in run(*serve, tmp_path / "state", code=2).stderr
+        else:
+            assert "continues with version 3 of snapshot-00000003" in run(*serve, tmp_path / "state").stdout

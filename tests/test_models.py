@@ -4,6 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from cafe_tta import models, storage
 from cafe_tta.classifier import split_classifier
 from cafe_tta.models import LoadedModel, Preprocessing, _torchvision, import_torchvision
 from cafe_tta.models.digits_resnet import DigitsResNet
+from cafe_tta.models.names import stated_classes
 from cafe_tta.options import describe
 from cafe_tta.source.train import TrainConfig, train
 
@@ -51,13 +53,13 @@ def weights_file(path: Path, model: nn.Module, **changes: Tensor | None) -> Path
 
 def test_torchvision_and_timm_import_in_a_new_process() -> None:
     code = (
+        "import cafe_tta, torchvision\n"  # which alone would fail beside a CPU build of torch
         "from cafe_tta.models import import_torchvision\n"
-        "torchvision = import_torchvision()\n"
         "assert import_torchvision() is torchvision\n"
         "import timm\n"
         "assert torchvision.models.resnet18 and timm.create_model\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=240)
 
 
 def test_naming_models_loads_neither_library() -> None:
@@ -75,10 +77,10 @@ def test_a_torchvision_that_imports_by_itself_is_left_alone(monkeypatch: pytest.
 def test_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torchvision", None)
-        with pytest.raises(ImportError, match=r'torchvision is not installed.*pip install "cafe-tta\[models\]"'):
+        with pytest.raises(ImportError, match=r'needs torchvision, which is not installed; .*pip install "timm'):
             import_torchvision()
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r'timm is not installed.*pip install "cafe-tta\[models\]"'):
+    with pytest.raises(ImportError, match=r'needs timm, which is not installed; install it with: pip install "timm'):
         models.build("timm:resnet26")
 
 
@@ -191,7 +193,7 @@ def test_resnet50_v1_strides_early_and_has_its_own_epsilon() -> None:
         ("torchvision:fcn_resnet50", "torchvision has no model 'fcn_resnet50'"),
         ("cafe:digit-resnet", r"cafe has no model 'digit-resnet'; did you mean cafe:digits-resnet\?"),
         ("tim:resnet26", r"no model 'tim:resnet26'; did you mean 'timm:resnet26'\?; expected timm:NAME"),
-        ("resnet26", "no model 'resnet26'; expected timm:NAME, torchvision:NAME, cafe:NAME, or the path"),
+        ("resnet26", "no model 'resnet26'; expected timm:NAME, torchvision:NAME, cafe:NAME, or package"),
         ("timm:vit_small_patch14_dinov2", "has no head that tells classes apart; give `num_classes`"),
     ],
 )
@@ -296,7 +298,7 @@ def test_plain_weights_in_float16_are_read_and_classes_counted(tmp_path: Path) -
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
     with pytest.raises(
         ValueError,
-        match=r'plain weights.*; name the architecture too, .* as `weights`: load\("timm:NAME", weights=',
+        match=r"plain weights.*; name the architecture \(.*\) as the model, and give the file as `weights`",
     ):
         models.load(path)
 
@@ -338,19 +340,189 @@ def test_damaged_weights_are_refused_and_an_overflow_of_float16_is_told(tmp_path
     assert loaded.model.get_buffer("stem.1.running_var")[2:5].tolist() == [1, 65504, 1]
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt"])
-def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    torch.save(DigitsResNet().state_dict(), path)
-    text = rf"{name} looks like a pickle, and loading a pickle can execute code.*safetensors.torch.save_file\("
-    with pytest.raises(ValueError, match=text):
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt", "model.pth.tar"])
+def test_state_dicts_that_torch_saved_are_read(tmp_path: Path, name: str) -> None:
+    model = DigitsResNet(num_classes=7)
+    torch.save(model.state_dict(), tmp_path / name)
+    loaded = models.load("cafe:digits-resnet", weights=tmp_path / name)
+    assert loaded.num_classes == 7
+    assert all(torch.equal(t, loaded.model.state_dict()[n]) for n, t in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"plain weights.*name the architecture \(timm:NAME, torchvision:NAME, "):
+        models.load(str(tmp_path / name))
+
+
+def wrapped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+CHECKPOINTS = {
+    "data-parallel": lambda tensors: wrapped(tensors, "module."),
+    "training script": lambda tensors: {"state_dict": wrapped(tensors, "module."), "epoch": 3, "loss": torch.ones(())},
+    "lightning": lambda tensors: {"state_dict": wrapped(tensors, "model."), "optimizer_states": [{}], "epoch": 3},
+    "compiled": lambda tensors: {"model": wrapped(tensors, "_orig_mod."), "args": Namespace(lr=0.1)},
+    "compiled in ddp": lambda tensors: {"model_state_dict": wrapped(tensors, "module._orig_mod.")},
+    "numbers of numpy": lambda tensors: {"state_dict": tensors, "best": np.float64(0.9), "epoch": np.int64(3)},
+    "averaged alone": lambda tensors: {"ema": {"state_dict": tensors}, "decay": 0.999},
+    "with extra state": lambda tensors: {**tensors, "version": 3},
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoints_of_training_scripts_are_read(tmp_path: Path, kind: str) -> None:
+    model = DigitsResNet()
+    torch.save(CHECKPOINTS[kind](dict(model.state_dict())), tmp_path / "last.ckpt")
+    loaded = models.load("cafe:digits-resnet", weights=tmp_path / "last.ckpt").model
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_averaged_weights_are_preferred_and_it_is_said(tmp_path: Path) -> None:
+    plain, averaged = DigitsResNet(), DigitsResNet()
+    path = tmp_path / "last.pth.tar"
+    torch.save({"state_dict": plain.state_dict(), "state_dict_ema": averaged.state_dict()}, path)
+    with pytest.warns(UserWarning, match="the weights of `state_dict_ema` are used, not those of `state_dict`"):
+        loaded = models.load("cafe:digits-resnet", weights=path).model
+    assert torch.equal(loaded.get_parameter("fc.weight"), averaged.fc.weight)
+
+
+def test_a_prefix_is_only_taken_off_where_all_names_have_it(tmp_path: Path) -> None:
+    tensors = wrapped(DigitsResNet().state_dict(), "module.") | {"loss.weight": torch.ones(2)}
+    torch.save(tensors, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"52 missing: `stem.0.weight`.*unexpected: `loss.weight`, `module.blocks"):
+        models.load("cafe:digits-resnet", weights=tmp_path / "w.pth")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_is_no_state_dict_is_refused_with_advice_that_harms_nothing(tmp_path: Path) -> None:
+    path, new = tmp_path / "net.pt", tmp_path / "net-weights.pth"
+    torch.save(DigitsResNet(), path)
+    new.write_bytes(b"mine")
+    free = tmp_path / "net-weights1.pth"
+    with pytest.raises(
+        ValueError, match=rf"holds a cafe_tta.*DigitsResNet: a whole model.*execute code.*{free}"
+    ) as error:
         models.load("cafe:digits-resnet", weights=path)
-    with pytest.raises(ValueError, match=text):
-        models.load(str(path))
-    # What the text says to do works.
-    converted = tmp_path / "model.safetensors"
-    safetensors.torch.save_file(torch.load(path, weights_only=True), converted)
-    assert models.load("cafe:digits-resnet", weights=converted).num_classes == 10
+    line = str(error.value).split("imported: ")[1].split(", or loaded")[0]
+    exec(line, {"torch": torch})  # what the text says to do works
+    assert models.load("cafe:digits-resnet", weights=free).num_classes == 10 and new.read_bytes() == b"mine"
+
+    torch.jit.script(DigitsResNet()).save(path)
+    with pytest.raises(ValueError, match=r"is a TorchScript archive, not a state dict; .*torch.jit.load"):
+        models.load("cafe:digits-resnet", weights=path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(
+        ValueError, match="holds epoch, but no weights; expected a state dict, or one under state_dict_ema"
+    ):
+        models.load("cafe:digits-resnet", weights=path)
+    torch.save([torch.ones(3)], path)
+    with pytest.raises(ValueError, match="holds a list; expected a state dict"):
+        models.load("cafe:digits-resnet", weights=path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is not a whole file that torch.save wrote"):
+        models.load("cafe:digits-resnet", weights=path)
+    with pytest.raises(FileNotFoundError, match=r"no file at .*missing.pth"):
+        models.load("cafe:digits-resnet", weights=tmp_path / "missing.pth")
+
+
+def test_an_old_torch_reads_no_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(DigitsResNet().state_dict(), tmp_path / "w.pth")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.5.1"))
+    with pytest.raises(ValueError, match="this torch, 2.5.1, can be made to execute code.*upgrade to torch 2.6"):
+        models.load("cafe:digits-resnet", weights=tmp_path / "w.pth")
+
+
+# Models of the user's own code
+
+NETS = """
+import torch
+from torch import nn
+from cafe_tta.models import Preprocessing
+
+def build(num_classes=3):
+    torch.manual_seed(0)
+    head = nn.Linear(4, num_classes)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+class Net(nn.Module):
+    preprocessing = Preprocessing(28, (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    classes = ("cat", "dog", "owl")
+    def __init__(self):
+        super().__init__()
+        self.body = build()
+    def forward(self, images):
+        return self.body(images)
+
+trained = Net()
+number = 3
+def fails():
+    raise KeyError("no such file")
+def text(pretrained=False):
+    return "text"
+"""
+STATED = {"size": 28, "mean": HALF, "std": HALF}
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a module of the user's, which is the current one."""
+    (tmp_path / "own_nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+    yield tmp_path
+    sys.modules.pop("own_nets", None)
+
+
+@pytest.mark.parametrize("spec", ["own_nets:Net", "own_nets:trained", "own_nets.py:Net"])
+def test_a_module_of_the_user_by_name(nets: Path, spec: str) -> None:
+    loaded = models.load(spec)
+    assert (loaded.architecture, loaded.num_classes, loaded.trained) == (spec, 3, True)
+    assert loaded.preprocessing == Preprocessing(28, (0.1, 0.2, 0.3), HALF) and not loaded.model.training
+    assert loaded.model(torch.zeros(2, 3, 28, 28)).shape == (2, 3)
+
+
+def test_a_function_that_makes_a_module_with_weights_of_any_kind(nets: Path) -> None:
+    model = models.build("own_nets:build", num_classes=5)
+    torch.nn.init.ones_(model[4].weight)
+    torch.save({"state_dict": wrapped(model.state_dict(), "module.")}, nets / "w.pth")
+    loaded = models.load("own_nets:build", weights=nets / "w.pth", **STATED)
+    assert loaded.num_classes == 5 and loaded.model.state_dict()["4.weight"].eq(1).all()  # from the file
+    assert loaded.preprocessing == Preprocessing(28, HALF, HALF)
+    with pytest.raises(
+        ValueError, match=r"own_nets:build does not say what its images must look like; give `image_size`"
+    ):
+        models.load("own_nets:build", size=28)
+
+
+def test_no_file_makes_us_execute_code(nets: Path) -> None:
+    models.save("own.safetensors", models.build("own_nets:build", 4), "own_nets:build", Preprocessing(28, HALF, HALF))
+    with pytest.raises(
+        ValueError, match="holds the weights of own_nets:build, your own code, which no file makes us exec"
+    ):
+        models.load("own.safetensors")
+    loaded = models.load("own_nets:build", weights="own.safetensors")
+    assert (loaded.num_classes, loaded.preprocessing.size) == (4, 28)
+
+
+def test_errors_of_own_modules(nets: Path) -> None:
+    for spec, text in {
+        "own_nets:Nett": "own_nets has no 'Nett'; did you mean 'Net'",
+        "own_nets:number": r"own_nets:number\(\) failed: TypeError",
+        "own_nets:fails": r"own_nets:fails\(\) failed: KeyError: 'no such file'",
+        "own_netz:build": "no model 'own_netz:build'.*package.module:function for an nn.Module of your own",
+        "tim:resnet26": "did you mean 'timm:resnet26'",
+        "absent.py:Net": "no model 'absent.py:Net'",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            models.load(spec)
+    with pytest.raises(TypeError, match="expected own_nets:text to be an nn.Module, or to return one, but got str"):
+        models.load("own_nets:text", pretrained=True)
+    with pytest.raises(ValueError, match="own_nets:Net has 3 classes, but 5 are wanted; let it take `num_classes`"):
+        models.load("own_nets:Net", num_classes=5)
+    with pytest.raises(ValueError, match="own_nets:Net takes no `pretrained`"):
+        models.load("own_nets:Net", pretrained=True)
+    (nets / "broken.py").write_text("import no_such_library")
+    with pytest.raises(ImportError, match="importing broken failed: No module named 'no_such_library'"):
+        models.load("broken:Net")
 
 
 def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
@@ -363,6 +535,21 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     storage.write(path, "source-stats", 1, {"mean": torch.zeros(2)}, {})
     with pytest.raises(storage.StorageError, match="expected a model file, but it holds 'source-stats'"):
         models.load(path)
+
+
+def test_pretrained_models_know_the_names_of_their_classes() -> None:
+    for spec, first in {"timm:resnet26": "tench, Tinca tinca", "torchvision:resnet18": "tench"}.items():
+        model = models.build(spec)
+        names = stated_classes(spec, model, pretrained=True)
+        assert names is not None and (len(names), names[0]) == (1000, first)
+        assert stated_classes(spec, model, pretrained=False) is None
+        assert stated_classes(spec, models.build(spec, 10), pretrained=True) is None
+
+
+def test_an_own_module_may_name_its_classes(nets: Path) -> None:
+    assert models.load("own_nets:Net").classes == ("cat", "dog", "owl")
+    (nets / "names.txt").write_text("chat\nchien\nhibou\n")
+    assert models.load("own_nets:Net", classes="names.txt").classes == ("chat", "chien", "hibou")
 
 
 # The digits network

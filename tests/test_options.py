@@ -1,6 +1,6 @@
 """Options are declared once; checks, documentation and parsing follow from the declaration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -89,3 +89,21 @@ def test_every_option_of_every_method_has_a_meaning(name):
         assert described.meaning[:1].isupper() or described.meaning[0] in "ετ"
         assert described.meaning.endswith(".") and described.meaning in config.__doc__
     assert {described.name for described in describe(config)} == set(config.__dataclass_fields__)
+
+
+def test_options_are_keywords_of_every_method(source):
+    for name, kind in cafe.METHODS.items():
+        adapter = kind(source.classifier, source.needs[kind.needs], batch_size=7)
+        assert adapter.config == replace(kind.Config(), batch_size=7), name
+    needs = source.needs["stats"]
+    assert cafe.CAFe(source.classifier, needs, lr=1e-4, memory=False).config == cafe.CAFeConfig(lr=1e-4, memory=False)
+    config = cafe.CAFeConfig(lr=1, every=2)
+    assert cafe.CAFe(source.classifier, needs, config, lr=3).config == cafe.CAFeConfig(lr=3, every=2)
+    for make in (lambda **options: cafe.CAFe(source.classifier, needs, **options),
+                 lambda **options: cafe.create("cafe", source.classifier, needs, **options)):  # fmt: skip
+        with pytest.raises(ValueError, match="cafe has no option 'learning_rate'; did you mean 'lr'"):
+            make(learning_rate=1e-4)
+        with pytest.raises(ValueError, match="expected `lr` to be a number, but got '0.1'"):
+            make(lr="0.1")
+        with pytest.raises(ValueError, match="expected `lr` to be at least 0, but got -1"):
+            make(lr=-1)

@@ -41,6 +41,7 @@ from cafe_tta.methods import Unmix as Unmix
 from cafe_tta.methods import UnmixConfig as UnmixConfig
 from cafe_tta.methods import create as create
 from cafe_tta.methods import load_adapter as load_adapter
+from cafe_tta.models import _torchvision
 from cafe_tta.monitor import Monitor as Monitor
 from cafe_tta.monitor import drift as drift
 from cafe_tta.source import SOURCES as SOURCES
@@ -51,3 +52,5 @@ from cafe_tta.source import SourceHistograms as SourceHistograms
 from cafe_tta.source import SourceStats as SourceStats
 from cafe_tta.source import SourceWarning as SourceWarning
 from cafe_tta.source import SwagCollector as SwagCollector
+
+_torchvision.repair()

@@ -18,7 +18,9 @@ def _main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "PIL"):
             raise
-        sys.exit(f'error: the command line needs {error.name}; install it with: pip install "cafe-tta[cli]"')
+        from cafe_tta._install import missing
+
+        sys.exit(f"error: {missing('the command line', error, 'cli')}")
     run()
 
 

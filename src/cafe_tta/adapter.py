@@ -17,7 +17,7 @@ from cafe_tta.clusters import THRESHOLD
 from cafe_tta.display import Displayed
 from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
-from cafe_tta.options import Options, option
+from cafe_tta.options import Options, describe, option, require_known
 from cafe_tta.source import SourceValue, SourceWarning, source_kind
 from cafe_tta.source.images import ImageCheck, ImageRecord
 from cafe_tta.styles import StyleStats
@@ -116,6 +116,12 @@ class Adapter(Displayed, nn.Module):
     >>> adapter.reset()
     >>> adapter.counters.steps
     0
+
+    Every subclass takes its options as keywords:
+
+    >>> from cafe_tta import Tent
+    >>> Tent(split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))), lr=1e-4).config.lr
+    0.0001
     """
 
     name: ClassVar[str]
@@ -140,17 +146,24 @@ class Adapter(Displayed, nn.Module):
             warnings.warn(f"{cls.__name__}: write `distributed` instead of `adds_up`", DeprecationWarning, stacklevel=2)
 
     def __init__(
-        self, classifier: SplitClassifier, source: Any = None, config: Any = None, *, styles: StyleStats | None = None
+        self,
+        classifier: SplitClassifier,
+        source: Any = None,
+        config: Any = None,
+        *,
+        styles: StyleStats | None = None,
+        **options: Any,
     ) -> None:
-        """`styles` are for a method that unmixes and whose own source value has none: `SourceStats.styles`."""
+        """`source` is what the method `needs`. `options` are those of its `Config`, and win over those of `config`.
+
+        `styles` are for a method that unmixes and whose own source value has none: `SourceStats.styles`.
+        """
         super().__init__()
         if not isinstance(styles, StyleStats | None):
             raise TypeError(f"expected `styles` of the source images, as in `stats.styles`, but got {styles!r:.60}")
         self.styles = getattr(source, "styles", None) if styles is None else styles
         require_classifier(classifier)
-        self.config = self.Config() if config is None else config
-        if not isinstance(self.config, self.Config):
-            raise TypeError(f"expected a {self.Config.__name__}, but got {type(self.config).__name__}")
+        self.config = self.configure(config, **options)
         if self.needs is not None:
             source_kind(self.needs).require(source, classifier, self.name)
         self._source = _Shared(source if isinstance(source, SourceValue) else None)
@@ -163,6 +176,17 @@ class Adapter(Displayed, nn.Module):
             # Kept as they are, whatever device and precision the adapter moves to: reset is exact.
             self._source_state = {name: tensor.detach().clone() for name, tensor in self.changing().items()}
         self.reset()
+
+    @classmethod
+    def configure(cls, config: Any = None, **options: Any) -> Any:
+        """The options of the method: those of `config`, or the defaults, with some changed."""
+        config = cls.Config() if config is None else config
+        if not isinstance(config, cls.Config):
+            raise TypeError(f"expected a {cls.Config.__name__}, but got {type(config).__name__}")
+        require_known(
+            options, [described.name for described in describe(cls.Config)], getattr(cls, "name", cls.__name__)
+        )
+        return replace(config, **options)
 
     # Overridden by methods
 

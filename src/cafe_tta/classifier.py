@@ -1,12 +1,14 @@
 """A classifier in two parts: the backbone that makes features, and the linear head that reads them (f = h ∘ g)."""
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from cafe_tta.storage import tensor_digest
 
@@ -76,9 +78,10 @@ class SplitClassifier(nn.Module):
 class _HeadStub(nn.Module):
     """Takes the head's position in the model, and returns what the head would have received."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, convolution: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = head.in_features, head.out_features
+        self.convolution = convolution  # then it receives a feature map, and the model averages it
         self.received: Tensor | None = None
 
     def forward(self, features: Tensor) -> Tensor:
@@ -98,31 +101,90 @@ class _Headless(nn.Module):
         stub = self.model.get_submodule(self.name)
         assert isinstance(stub, _HeadStub)
         stub.received = None
-        returned = self.model(images)
+        returned: Any = None
+        try:
+            returned = self.model(images)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if stub.received is None:
+                raise
+            raise ValueError(self._explain(images, returned)) from error  # it expected logits
         received, stub.received = stub.received, None  # keep no activations between calls
         if received is None:
             raise ValueError(
                 f"the model never used `{self.name}`; name the layer that makes the logits: "
                 f"split_classifier(model, head=...)"
             )
-        same = isinstance(returned, Tensor) and returned.shape == received.shape
-        if not (same and (returned is received or returned.data_ptr() == received.data_ptr())):
-            kind = (
-                f"a tensor of shape {tuple(returned.shape)}"
-                if isinstance(returned, Tensor)
-                else type(returned).__name__
-            )
-            raise ValueError(
-                f"expected the model to return what `{self.name}` makes, but it goes on from there and returns {kind}; "
-                "remove what follows the linear head (a softmax?), or wrap the model so that it returns logits"
-            )
+        logits = logits_of(returned)
+        if logits is not None and stub.convolution and logits.shape == received.shape[:2]:
+            return logits
+        same = logits is not None and logits.shape == received.shape
+        if logits is None or not (same and (logits is received or logits.data_ptr() == received.data_ptr())):
+            raise ValueError(self._explain(images, returned))
         return received
+
+    def _explain(self, images: Tensor, returned: Any) -> str:
+        """What the model does with the logits instead of returning them, and what can be done about it."""
+        if getattr(self.model.get_submodule(self.name), "convolution", False):
+            return _NOT_LINEAR.format(name=self.name)
+        after = self._after_head(images)
+        others = [name for name in _linear_names(self.model) if self._twin(name)]
+        if after:
+            does = f"it goes on with {', '.join(after)}"
+        elif others:
+            does = f"it combines that with the output of `{others[-1]}` (a second head?)"
+        elif returned is not None and logits_of(returned) is None:
+            does = f"it returns a {type(returned).__name__} without `logits`"
+        else:
+            does = "its `forward` computes something else from that (a softmax?)"
+        return (
+            f"expected the model to return what `{self.name}` makes, but {does}; remove that, or wrap the model "
+            "so that it returns the logits of one linear layer"
+        )
+
+    def _twin(self, name: str) -> bool:
+        head, layer = self.model.get_submodule(self.name), self.model.get_submodule(name)
+        return layer.out_features == getattr(head, "out_features", None)
+
+    def _after_head(self, images: Tensor) -> list[str]:
+        """The layers that run after the head."""
+        ran: list[str] = []
+        layers = {name: layer for name, layer in self.model.named_modules() if not any(layer.children())}
+        handles = [
+            layer.register_forward_pre_hook(lambda *_, name=name: ran.append(name)) for name, layer in layers.items()
+        ]
+        try:
+            with suppress(Exception):  # it may fail as it did before
+                self.model(images)
+        finally:
+            for handle in handles:
+                handle.remove()
+        position = ran.index(self.name) if self.name in ran else len(ran)
+        return [f"`{name}` ({type(layers[name]).__name__})" for name in ran[position + 1 :]]
+
+
+def logits_of(returned: Any) -> Tensor | None:
+    """The logits in what a model returns: a tensor, `.logits`, ["logits"], or the first entry of a tuple.
+
+    >>> logits_of({"logits": torch.zeros(2, 3), "loss": None}).shape
+    torch.Size([2, 3])
+    """
+    if isinstance(returned, Mapping):
+        returned = returned.get("logits")
+    elif isinstance(getattr(returned, "logits", None), Tensor):
+        returned = returned.logits
+    elif isinstance(returned, (tuple, list)) and returned:
+        returned = returned[0]
+    return returned if isinstance(returned, Tensor) else None
 
 
 def split_classifier(model: nn.Module, head: str | None = None) -> SplitClassifier:
     """Splits a classifier in front of its last linear layer, or of the one called `head`.
 
-    The model is copied; the one you pass stays as it is.
+    The model is copied; the one you pass stays as it is. It may return logits, or an object, a dictionary or a tuple
+    with them; a 1×1 convolution whose output is averaged counts as a linear layer. Where noise can be made that the
+    model takes for images, the split is checked with it: a model that does more with its logits is refused.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
     >>> classifier = split_classifier(model)
@@ -131,13 +193,10 @@ def split_classifier(model: nn.Module, head: str | None = None) -> SplitClassifi
     """
     if isinstance(model, SplitClassifier):
         return model
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, but got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("expected an ordinary nn.Module, but got a TorchScript model, whose head cannot be taken off")
-    name = _last_linear(model) if head is None else head
+    _check_model(model)
+    name = _find_head(model) if head is None else head
     layer = _submodule(model, name)
-    if not isinstance(layer, nn.Linear):
+    if not isinstance(layer, nn.Linear) and not _is_pointwise(layer):
         linear = ", ".join(_linear_names(model)[-5:]) or "none"
         raise ValueError(
             f"expected `{name}` to be a linear layer, but it is {type(layer).__name__}; "
@@ -150,27 +209,69 @@ def split_classifier(model: nn.Module, head: str | None = None) -> SplitClassifi
             model = copy.deepcopy(model)
         except RuntimeError as error:
             raise ValueError(f"the model cannot be copied ({error}); pass it before wrapping or calling it") from error
-        head_layer = model.get_submodule(name)
-        assert isinstance(head_layer, nn.Linear)
-        model.set_submodule(name, _HeadStub(head_layer))
+        probe = _probe(model)
+        convolution = not isinstance(layer, nn.Linear)
+        head_layer = _as_linear(model.get_submodule(name))
+        model.set_submodule(name, _HeadStub(head_layer, convolution))
         classifier = SplitClassifier(_Headless(model, name), head_layer, feature_layer=name)
         for module in (classifier, classifier.backbone, model.get_submodule(name)):
             module.training = model.training  # the new modules are in the mode of the model they came from
+        _check_split(classifier, probe, convolution)
         return classifier
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "expected an ordinary nn.Module, but got a TorchScript model, whose head cannot be taken off; "
+            "pass the module that it was made from"
+        )
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise ValueError("the model has lazy layers without weights yet; call it once with a batch of images first")
+    if meta := sum(tensor.is_meta for tensor in tensors):
+        raise ValueError(
+            f"{meta} of the model's {len(tensors)} tensors are on the meta device, without values; "
+            "load its weights onto a real device first"
+        )
 
 
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _last_linear(model: nn.Module) -> str:
-    names = _linear_names(model)
-    if not names:
-        raise ValueError(
-            f"expected a classifier with a linear head (torch.nn.Linear), but {type(model).__name__} has none; "
-            "cafe-tta reads the features that a linear head receives"
-        )
-    return names[-1]
+def _is_pointwise(layer: nn.Module) -> bool:
+    """Whether a layer is a 1×1 convolution: a linear layer for every pixel."""
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    return layer.groups == 1 and layer.kernel_size == layer.stride == (1, 1) and layer.padding in ((0, 0), "valid")
+
+
+def _find_head(model: nn.Module) -> str:
+    """The last linear layer; where there is none, the last convolution, if it is 1×1."""
+    if names := _linear_names(model):
+        return names[-1]
+    convolutions = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
+    if convolutions and _is_pointwise(convolutions[-1][1]):
+        return convolutions[-1][0]
+    raise ValueError(
+        f"expected a classifier with a linear head (torch.nn.Linear), but {type(model).__name__} has none; "
+        "cafe-tta reads the features that a linear head receives"
+    )
+
+
+def _as_linear(layer: nn.Module) -> nn.Linear:
+    if isinstance(layer, nn.Linear):
+        return layer
+    assert isinstance(layer, nn.Conv2d)
+    weight, bias = layer.weight, layer.bias
+    linear = nn.Linear(layer.in_channels, layer.out_channels, bias is not None, weight.device, weight.dtype)
+    linear.weight = nn.Parameter(weight.detach().flatten(1).clone(), weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
+    return linear.train(layer.training)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
@@ -179,6 +280,66 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
     except AttributeError as error:
         linear = ", ".join(_linear_names(model)[-5:]) or "none"
         raise ValueError(f"the model has no layer `{name}`; linear layers of this model: {linear}") from error
+
+
+# A check of the split: does the model answer noise as it did before?
+
+_SIDES = (64, 224, 32, 28, 128, 299)  # of images that models are made for; most take any
+
+
+def _probe(model: nn.Module) -> tuple[Tensor, Any] | None:
+    """Noise that the model takes for images, and what it returns; None where none is found."""
+    if any(hasattr(layer, "_orig_mod") for layer in model.modules()):
+        return None  # torch.compile would compile it for this noise alone, in minutes
+    first = next((layer for layer in model.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))), None)
+    shapes: list[tuple[int, ...]]
+    if isinstance(first, nn.Linear):
+        shapes = [(2, first.in_features)]
+    elif isinstance(first, nn.Conv2d):
+        shapes = [(2, first.in_channels, side, side) for side in _SIDES]
+    else:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        noise = torch.randn(shape, generator=generator).to(first.weight)
+        with suppress(Exception):  # it takes other images
+            return noise, _answer(model, noise)
+    return None
+
+
+def _answer(model: nn.Module, images: Tensor) -> Any:
+    """What a model returns in evaluation mode, always with the same random numbers, which are put back."""
+    devices = [images.device] if images.device.type == "cuda" else []
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return model(images)
+
+
+def _check_split(classifier: SplitClassifier, probe: tuple[Tensor, Any] | None, convolution: bool) -> None:
+    name = classifier.feature_layer
+    if probe is not None:
+        images, returned = probe
+        answer, expected = _answer(classifier, images), logits_of(returned)
+        if expected is not None and answer.shape == expected.shape:
+            difference = (answer - expected).abs().max()
+            if difference <= 0.01 * expected.abs().max() or not torch.isfinite(difference):
+                return
+        elif expected is None:
+            return
+        raise ValueError(_NOT_LINEAR.format(name=name) if convolution else _NOT_THE_SAME.format(name=name))
+    if convolution:
+        raise ValueError(_NOT_LINEAR.format(name=name))
+
+
+_NOT_THE_SAME = (
+    "the model's answers are not those of its linear layer `{name}`; name the layer that makes the logits: "
+    "split_classifier(model, head=...), or wrap the model so that it returns the logits of one linear layer"
+)
+_NOT_LINEAR = (
+    "the model ends in a convolution, `{name}`, and does more with its output than average it (a ReLU?), so that it "
+    "has no linear head; replace its end by an average pool and a torch.nn.Linear, and train that"
+)
 
 
 @contextmanager

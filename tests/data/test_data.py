@@ -57,15 +57,63 @@ def test_the_split_of_the_digits_never_changes():
         ("digit:train", "did you mean 'digits:train'?"),
         ("digits:tset", "did you mean 'digits:test'?"),
         ("arays:x", "did you mean 'arrays:x'?"),
-        ("nothing-here", "choose from: a folder of images, folder:DIR"),
+        (
+            "nothing-here",
+            "choose from: a folder of images, an image file, a pattern such as",
+        ),
         ("", "got nothing"),
-        (__file__, "is a file"),
     ],
 )
 def test_an_unknown_name_is_answered_with_what_there_is(spec, words):
-    with pytest.raises(ValueError, match=r"choose from|is a file") as caught:
+    with pytest.raises(ValueError, match="choose from") as caught:
         data.load(spec)
     assert words in str(caught.value)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Six images in two folders, and files that we cannot read."""
+    for name in ("a/1.png", "a/2.jpg", "a/3.PNG", "b/1.png", "b/2.png", "b/deep/3.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (len(name), 0, 0)).save(tmp_path / name)
+    for name in ("a/phone.HEIC", "b/camera.cr2", "b/notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "files", "classes"),
+    [
+        ("a/2.jpg", ["2.jpg"], None),
+        ("a/*.png", ["1.png"], None),
+        ("*/1.png", ["a/1.png", "b/1.png"], ("a", "b")),
+        ("b/**/*.png", ["1.png", "2.png", "deep/3.png"], None),
+        ("a/[12].*", ["1.png", "2.jpg"], None),
+    ],
+)
+def test_files_and_patterns(photos, pattern, files, classes):
+    imageset = data.load(f"{photos}/{pattern}")
+    assert (imageset.files, imageset.classes, len(imageset)) == (files, classes, len(files))
+    assert imageset.images([0]).shape == (1, 4, 4, 3) and imageset.name == f"files:{photos}/{pattern}"
+
+
+def test_files_that_are_no_images_are_told(photos):
+    with pytest.raises(FileNotFoundError, match=r"notes.txt is no image file; expected .jpg"):
+        data.load(photos / "b/notes.txt")
+    with pytest.raises(FileNotFoundError, match=r"no file matches '.*\*.gif'"):
+        data.load(f"{photos}/*.gif")
+    with pytest.raises(FileNotFoundError, match=r"phone.HEIC: HEIC files cannot be read; convert it to JPEG or PNG"):
+        data.load(photos / "a/phone.HEIC")
+
+
+def test_images_in_foreign_formats_are_named_as_unreadable(photos):
+    imageset = data.load(photos)
+    assert len(imageset) == 6
+    assert [(item.name, item.why.split()[0]) for item in data.left_out(imageset)] == [
+        ("a/phone.HEIC", "HEIC"),
+        ("b/camera.cr2", "CR2"),
+    ]
+    assert data.left_out(data.load("digits:test")) == []
 
 
 @pytest.mark.parametrize("spec", ["arrays:", "arrays:{}", "folder:{}/none", "{}"])

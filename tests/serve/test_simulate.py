@@ -1,10 +1,13 @@
 """The simulated cameras: what they send, how they ask, and what is told of it in the end."""
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from cafe_tta.cli.app import app
 from cafe_tta.simulate import client as asking
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
-from cafe_tta.simulate.play import Record
+from cafe_tta.simulate.play import Plan, Record, play
 from cafe_tta.simulate.scenarios import CLEAN, SCENARIOS, make_cameras, shots
 from cafe_tta.simulate.summary import Summary
 
@@ -227,6 +230,34 @@ def test_a_summary_counts_images_by_camera_and_time_and_leaves_lost_requests_out
     assert numbers["overall"]["latency_ms"]["p50"] == pytest.approx(20)
     assert numbers["lost"] == {"500: no": 1}
     assert (numbers["busy"], numbers["versions"]) == (2, [0, 5])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to a process group")
+def test_signals_to_the_whole_group_end_the_simulation_soon(tmp_path):
+    """`timeout`, systemd and docker signal all processes; a process may also be killed while its cameras wait."""
+    np.save(tmp_path / "labels.npy", np.zeros(4, np.int64))
+    (tmp_path / "domains.json").write_text("[]")
+    plan = Plan("http://127.0.0.1:9", "m", None, tmp_path, duration=1e6, period=60, images_per_request=1)
+    stop = threading.Event()
+
+    def signal_them() -> None:
+        workers = multiprocessing.active_children()
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGTERM)
+        time.sleep(0.3)
+        assert all(worker.is_alive() for worker in workers)  # the parent decides
+        os.kill(workers[0].pid, signal.SIGKILL)
+        stop.set()
+
+    def begun() -> None:
+        threading.Timer(0.5, signal_them).start()
+
+    playing = threading.Thread(
+        target=lambda: list(play(plan, make_cameras(2, rate=1e-5), 2, stop.is_set, begun)), daemon=True
+    )
+    playing.start()
+    playing.join(timeout=2 * PATIENCE)
+    assert not playing.is_alive() and not multiprocessing.active_children()
 
 
 # The command, against real servers

@@ -10,6 +10,7 @@ import torch
 
 from cafe_tta import data
 from cafe_tta.bench.experiments import EXPERIMENTS, Dataset, Plan, plan
+from cafe_tta.bench.protocols import Indices
 from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter, StepConfig
@@ -44,11 +45,11 @@ def measure(classifier: SplitClassifier, size: int) -> Cost:
     return Cost(forward / BATCH, step / BATCH)
 
 
-def seconds(plan: Plan, cost: Cost, num_images: int) -> float:
+def seconds(plan: Plan, cost: Cost, num_images: int, labels: Indices | None = None) -> float:
     """About how long all the runs of a plan take: passes over the images, times what each method does with one."""
     total = 0.0
     for protocol in plan.protocols:
-        images = sum(len(episode) for episode in plan.episodes(protocol, 0, num_images))
+        images = sum(len(episode) for episode in plan.episodes(protocol, 0, num_images, labels))
         for row in plan.rows:
             moves = isinstance(row.config, StepConfig)
             passes = cost.step if moves else cost.forward
@@ -68,9 +69,9 @@ def every_experiment(dataset: Dataset, options: SourceSideOptions, say: Say = la
         with tempfile.TemporaryDirectory() as folder:
             source = SourceSide(dataset, Path(folder), options, say)
             cost = measure(source.classifier, source.preprocessing.size)
-        count = len(data.load(dataset.data))
+        images = data.load(dataset.data)
         names = [name for name, experiment in EXPERIMENTS.items() if dataset.name in experiment.datasets]
-        costs = {name: seconds(plan(name, dataset), cost, count) for name in names}
+        costs = {name: seconds(plan(name, dataset), cost, len(images), images.labels) for name in names}
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         say(f"note: no costs for {dataset.name}: {error}")
         return {}

@@ -14,7 +14,7 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.bench.experiments import Mode
 from cafe_tta.bench.protocols import Domain, Episode, Indices
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.data import CorruptedSet, ImageSet
+from cafe_tta.data import CorruptedSet, ImageSet, Labels
 from cafe_tta.display import Displayed
 from cafe_tta.distributed import Share
 from cafe_tta.models import Preprocessing
@@ -43,13 +43,15 @@ class Stream:
         corruption_preset: str = "cifar",
         corruption_seed: int = 0,
         share: Share | None = None,
+        labels: Labels | None = None,
     ) -> None:
-        if images.labels is None:
+        labels = images.labels if labels is None else labels
+        if labels is None:
             raise ValueError(f"{images.name} has no labels: there is nothing to measure an accuracy with")
         self.episode = episode
         self.share = share or Share()
         self._source = images
-        self._labels = torch.from_numpy(np.asarray(images.labels)[episode.images])
+        self._labels = torch.from_numpy(np.asarray(labels)[episode.images])
         self._preprocessing = preprocessing
         self._preset = corruption_preset
         self._seed = corruption_seed

@@ -7,12 +7,17 @@ a data set is one value below. Methods come from the registry; nothing here know
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
-from cafe_tta import corruptions
+import numpy as np
+
+from cafe_tta import corruptions, plugins
+from cafe_tta import data as image_sets
 from cafe_tta import options as text_options
-from cafe_tta.bench.protocols import PROTOCOLS, Episode
-from cafe_tta.methods import METHODS, configure, method
+from cafe_tta.bench.protocols import PROTOCOLS, Episode, Indices, protocol_name
+from cafe_tta.copies.job import preset_for
+from cafe_tta.methods import METHODS, configure, method, method_name
 
 Mode = Literal["online", "offline"]
 MODES: tuple[Mode, ...] = ("offline", "online")
@@ -31,7 +36,7 @@ class Dataset:
     preset: str = "cifar"  # of the methods' options
     corruption_preset: str = "cifar"
     severities: tuple[int, ...] = (5,)
-    num_groups: int = 128
+    num_groups: int | None = 128  # None: by the number of features
     sweep: tuple[int, ...] = SWEEP
     copies: int = 1  # of each image in a mixed stream: for small data sets
     size: int | None = None
@@ -183,10 +188,16 @@ class Plan:
     corruption_seed: int = 0
     frechet: bool = True
 
-    def episodes(self, protocol: str, seed: int, num_images: int) -> list[Episode]:
-        """The episodes of one protocol and seed, over a data set of `num_images` images."""
+    def episodes(self, protocol: str, seed: int, num_images: int, labels: Indices | None = None) -> list[Episode]:
+        """The episodes of one protocol and seed, over a data set of `num_images` images with these labels."""
         severities, copies = self.dataset.severities, self.dataset.copies
-        return PROTOCOLS[protocol].deal(num_images, self.corruptions, severities, seed, self.limit, copies)
+        return PROTOCOLS[protocol].episodes(num_images, self.corruptions, severities, seed, self.limit, copies, labels)
+
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know."""
+        preset = _preset(self.dataset, self.mode)
+        lacking = dict.fromkeys(row.method for row in self.rows if _fitting(row.method, preset) is None)
+        return [f"note: {name} has no preset {preset!r}: its default options are used" for name in lacking]
 
 
 def plan(
@@ -215,22 +226,66 @@ def plan(
     if mode not in (None, *MODES):
         raise ValueError(f"expected `mode` to be 'online' or 'offline', but got {mode!r}")
     mode = cast(Mode, mode or chosen.mode)
-    preset = f"{data.preset}-online" if mode == "online" else data.preset
+    preset = _preset(data, mode)
     labels = row_labels(methods) if methods else chosen.methods or _rivals()
     rows = [_row(label, preset, options or {}) for label in labels]
     if chosen.sweep:
         ks = sweep or data.sweep
         rows = [replace(row, label=f"{row.label} k={k}", num_groups=k) for row in rows for k in ks]
-    protocols = tuple(_named(name, PROTOCOLS, "protocol").name for name in protocols or ())
+    protocols = tuple(protocol_name(name) for name in protocols or ())
     protocols = protocols or chosen.protocols or data.protocols
     frechet = chosen.frechet if frechet is None else frechet
     return Plan(experiment, data, protocols, mode, tuple(rows), frechet=frechet, **settings)
 
 
-def choose_dataset(name: str, **changes: Any) -> Dataset:
-    """A data set by name, with those of its fields changed that are given and not None."""
+def choose_dataset(name: str | None = None, **changes: Any) -> Dataset:
+    """A data set by name, with those of its fields changed that are given and not None.
+
+    A name of your own, or none, is for images of your own: with `data`, `source_data` and `model`.
+
+    >>> own = choose_dataset("mine", data="digits:test", source_data="digits:train", model="nets:build")
+    >>> own.name, own.copies, own.corruption_preset
+    ('mine', 1, 'cifar')
+    """
     changes = {field: value for field, value in changes.items() if value is not None}
-    return replace(_named(name, DATASETS, "data set"), **changes, changed=tuple(changes))
+    if name is None and "data" not in changes:
+        name = "digits"
+    known = None if name is None else plugins.add("datasets", name, DATASETS, _as_dataset)
+    if known is not None:
+        return replace(DATASETS[known], **changes, changed=tuple(changes))
+    if missing := [field for field in ("data", "source_data", "model") if field not in changes]:
+        what = f"unknown data set {name!r}{text_options.did_you_mean(name, DATASETS)}" if name else "data of your own"
+        raise ValueError(
+            f"{what}; choose from: {', '.join(DATASETS)}; images of your own need `data`, `source_data` and `model`, "
+            f"but {' and '.join(f'`{field}`' for field in missing)} {'is' if len(missing) == 1 else 'are'} not given"
+        )
+    images = image_sets.load(changes["data"])
+    corrupted = isinstance(images, image_sets.CorruptedSet)
+    preset = "cifar" if corrupted else preset_for(images, np.arange(len(images)))
+    own = Dataset(
+        name=name or _name_of(changes["data"]),
+        **{field: changes[field] for field in ("data", "source_data", "model")},
+        protocols=("separated", "all-mixed"),
+        preset="imagenet" if preset == "imagenet" else "cifar",
+        corruption_preset=preset,
+        num_groups=None,
+    )
+    return replace(own, **changes, changed=tuple(changes))
+
+
+def _as_dataset(name: str, found: Any) -> Dataset | None:
+    return found if isinstance(found, Dataset) else None  # else it is a set of images
+
+
+def _name_of(text: str) -> str:
+    """A name for images of the user's own, for titles and folders.
+
+    >>> _name_of("arrays:/data/roads"), _name_of("photos/test/"), _name_of("cifar10-c@/data"), _name_of("my.py:load")
+    ('roads', 'test', 'cifar10-c', 'load')
+    """
+    word, _, rest = text.partition("@")[0].partition(":")
+    named = word in image_sets.DATASETS and word not in ("folder", "arrays")
+    return word if named else Path(rest or word).name
 
 
 def row_labels(methods: str | Iterable[str]) -> list[str]:
@@ -249,14 +304,14 @@ def parse_options(settings: Iterable[str], methods: str | Iterable[str] | None =
     >>> parse_options(["lr=0.1", "cafe.momentum=0.5"], ["source", "tent", "cafe(every=2)"])
     {'tent': {'lr': 0.1}, 'cafe': {'lr': 0.1, 'momentum': 0.5}}
     """
-    names = [_split_row(label)[0] for label in row_labels(methods)] if methods else list(METHODS)
+    names = [method_name(_split_row(label)[0]) for label in row_labels(methods)] if methods else list(METHODS)
     options: dict[str, dict[str, Any]] = {}
     for setting in settings:
         target, dot, _ = setting.partition("=")[0].rpartition(".")
         text = setting[len(target) + len(dot) :]
         option = text.partition("=")[0].strip()
-        having = [name for name in names if name in METHODS and hasattr(METHODS[name].Config(), option)]
-        chosen = [target] if dot else having
+        having = [name for name in names if hasattr(METHODS[name].Config(), option)]
+        chosen = [method_name(target)] if dot else having
         if not chosen:
             raise ValueError(f"no method has an option {option!r} ({setting})")
         for name in chosen:
@@ -265,11 +320,21 @@ def parse_options(settings: Iterable[str], methods: str | Iterable[str] | None =
 
 
 def _row(label: str, preset: str, options: Mapping[str, Mapping[str, Any]]) -> Row:
-    name, own = _split_row(label)
-    known = method(name).presets
+    text, own = _split_row(label)
+    name = method_name(text)
+    config = configure(name, _fitting(name, preset), **{**options.get(name, {}), **own})
+    return Row(label.replace(text, name, 1), name, METHODS[name].needs, config)
+
+
+def _preset(dataset: Dataset, mode: Mode) -> str:
+    return f"{dataset.preset}-online" if mode == "online" else dataset.preset
+
+
+def _fitting(name: str, preset: str) -> str | None:
+    """The preset of a method for an experiment; None where it has none, and its defaults are used."""
     # Methods that do the same online and offline have no preset of their own for it.
-    fitting = preset if preset in known else preset.removesuffix("-online")
-    return Row(label, name, METHODS[name].needs, configure(name, fitting, **{**options.get(name, {}), **own}))
+    wanted = (preset, preset.removesuffix("-online"))
+    return next((fitting for fitting in wanted if fitting in METHODS[name].presets), None)
 
 
 def _split_row(label: str) -> tuple[str, dict[str, Any]]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from cafe_tta import data
 from cafe_tta.bench.experiments import Plan
 from cafe_tta.bench.records import RECORDS, SETTINGS, Record, read
-from cafe_tta.bench.runner import Runner
+from cafe_tta.bench.runner import Runner, require_domains
 from cafe_tta.bench.source_side import Say, SourceSide, SourceSideOptions
 from cafe_tta.distributed import Job, Share, torchrun_job, torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT, POLL_INTERVAL
@@ -44,9 +45,11 @@ def run(
     if synchronised:
         _check_synchronised(plan)
     folder = Path(folder)
+    images = data.load(plan.dataset.data)
+    require_domains(plan, images)
 
     def make(share: Share) -> Runner:
-        return Runner(plan, SourceSide(plan.dataset, folder / "source", source, say), folder, share)
+        return Runner(plan, SourceSide(plan.dataset, folder / "source", source, say), folder, share, images)
 
     if torchrun_share() is None:
         _work(make(Share()), say, watch)

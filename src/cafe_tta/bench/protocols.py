@@ -3,15 +3,20 @@
 The same seed deals the same images. A corrupted image itself is the same in every protocol and for every seed, as in
 the published data sets: the seed decides which image gets which corruption, and in which order the images come.
 
-A new protocol is a function with the arguments of `separated` and a value in `PROTOCOLS`.
+A new protocol is a function that takes any of the arguments of `Protocol.episodes` by their names, and a value in
+`PROTOCOLS`.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from cafe_tta import plugins
 
 Indices = npt.NDArray[np.int64]
 Names = Sequence[str]  # of corruptions
@@ -67,23 +72,40 @@ class Episode:
         return EpisodeSummary(self.name, len(self), domains, digest.hexdigest()[:16])
 
 
-# Number of images, corruptions, severities, seed, limit, copies: a protocol ignores what it has no use for.
-Deal = Callable[[int, Names, Levels, int, Limit, int], list[Episode]]
-
-
 @dataclass(frozen=True)
 class Protocol:
     """How images are dealt into episodes, and how its results are shown.
 
-    >>> [len(episode) for episode in PROTOCOLS["separated"].deal(10, ["fog", "snow"], [5], 0, 8, 1)]
+    >>> [len(episode) for episode in PROTOCOLS["separated"].episodes(10, ["fog", "snow"], [5], limit=8)]
     [8, 8]
     """
 
     name: str
-    deal: Deal
+    deal: Callable[..., list[Episode]]  # takes those arguments of `episodes` that it names
     meaning: str = ""  # its episodes, in words
     table: str = ""  # title of its own table; without one, it is a column of the main tables
     colour: str | None = None  # in figures; None: the next one of the palette
+
+    def episodes(
+        self,
+        num_images: int,
+        corruptions: Names,
+        severities: Levels,
+        seed: int = 0,
+        limit: Limit = None,
+        copies: int = 1,
+        labels: Indices | None = None,
+    ) -> list[Episode]:
+        """The episodes of a data set. `labels` are those of its images, for streams that come class by class."""
+        given = {name: value for name, value in locals().items() if name != "self"}
+        parameters = inspect.signature(self.deal).parameters
+        if unknown := [name for name in parameters if name not in given]:
+            raise TypeError(
+                f"the protocol {self.name} takes {unknown[0]!r}; expected arguments among: {', '.join(given)}"
+            )
+        if "labels" in parameters and labels is None:
+            raise ValueError(f"the protocol {self.name} needs labels, which the data set does not have")
+        return self.deal(**{name: given[name] for name in parameters})
 
 
 def domains(corruptions: Names, severities: Levels) -> list[Domain]:
@@ -176,6 +198,22 @@ _PROTOCOLS = (
 )
 # In the order of the report's columns.
 PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _PROTOCOLS}
+
+
+def protocol_name(text: str) -> str:
+    """The key in `PROTOCOLS` of a protocol by its name, or by package.module:function, which is then added."""
+    name = plugins.add("protocols", text, PROTOCOLS, _as_protocol)
+    if name is None:
+        raise plugins.unknown("protocol", "protocols", text, PROTOCOLS)
+    return name
+
+
+def _as_protocol(name: str, found: Any) -> Protocol:
+    if isinstance(found, Protocol):
+        return found
+    if isinstance(found, type) or not callable(found):
+        raise TypeError(f"expected {name} to be a Protocol or a function that returns episodes, but got {found!r}")
+    return Protocol(name, found, " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split()))
 
 
 def _mixed(

@@ -209,11 +209,11 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings = json.loads(json.dumps(settings))  # as it comes back from the file
         path = self.folder / SETTINGS
-        if path.exists():
+        if path.exists() and read(self.folder / RECORDS):
             _require_same(json.loads(path.read_text()), self.settings, path)
-        elif (self.folder / RECORDS).exists():
+        elif not path.exists() and (self.folder / RECORDS).exists():
             raise ValueError(f"{self.folder} has {RECORDS} but no {SETTINGS}: choose another folder for new results")
-        else:
+        else:  # nothing is recorded yet: a first attempt that failed has no say
             storage.write_bytes(path, json.dumps(self.settings, indent=1, sort_keys=True).encode())
         self.dropped = False
         self._done: dict[tuple[Any, ...], Record] = {}

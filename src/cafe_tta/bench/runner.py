@@ -46,16 +46,36 @@ class Planned:
         return (self.protocol, self.mode, self.row.label, self.seed, self.episode.name)
 
 
+def require_domains(plan: Plan, images: data.ImageSet) -> None:
+    """Raises where an image set lacks a corruption, or this machine what makes it: before anything slow, or written."""
+    episodes = [
+        episode
+        for protocol in plan.protocols
+        for episode in plan.episodes(protocol, plan.seeds[0], len(images), images.labels)
+    ]
+    for domain in sorted({domain for episode in episodes for domain in episode.domains if domain.severity}):
+        if isinstance(images, data.CorruptedSet):
+            images.corrupted([], domain.corruption, domain.severity)
+        else:
+            corruptions.CORRUPTIONS[corruptions.corruption_name(domain.corruption)].load()
+
+
 class Runner:
     """A plan over a folder of results."""
 
     def __init__(
-        self, plan: Plan, source: SourceSide, folder: str | os.PathLike[str], share: Share | None = None
+        self,
+        plan: Plan,
+        source: SourceSide,
+        folder: str | os.PathLike[str],
+        share: Share | None = None,
+        images: data.ImageSet | None = None,
     ) -> None:
         self.plan = plan
         self.source = source
         self.share = share or Share()  # of every batch, where several processes do each run together
-        self.images = data.load(plan.dataset.data)
+        self.images = data.load(plan.dataset.data) if images is None else images
+        self.labels = source.labels_of(self.images)
         self.results = Results(folder, self.settings())
         self._adapters: dict[str, Adapter] = {}
         self._made_reference: Reference | None = None
@@ -67,7 +87,7 @@ class Runner:
             Planned(protocol, self.plan.mode, row, seed, episode)
             for protocol in self.plan.protocols
             for seed in self.plan.seeds
-            for episode in self.plan.episodes(protocol, seed, count)
+            for episode in self.plan.episodes(protocol, seed, count, self.labels)
             for row in self.plan.rows
         ]
 
@@ -79,6 +99,7 @@ class Runner:
         """What a user should know before the work begins: what was done earlier, and what was lost."""
         planned, missing = len(self.runs()), len(self.missing())
         notes = ["note: the last record was cut off by a crash and is done again"] if self.results.dropped else []
+        notes += self.plan.notes()
         return notes + ([f"{planned - missing} of {planned} runs are done already"] if missing < planned else [])
 
     def progress(self) -> str:
@@ -135,7 +156,7 @@ class Runner:
     def stream(self, episode: Episode) -> Stream:
         """The corrupted images of an episode."""
         preset, seed = self.plan.dataset.corruption_preset, self.plan.corruption_seed
-        return Stream(self.images, episode, self.source.preprocessing, preset, seed, self.share)
+        return Stream(self.images, episode, self.source.preprocessing, preset, seed, self.share, self.labels)
 
     def settings(self) -> dict[str, Any]:
         """What all the runs of a folder have in common."""

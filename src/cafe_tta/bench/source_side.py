@@ -14,6 +14,7 @@ from torch import Tensor
 from cafe_tta import data, models
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
+from cafe_tta.models.options import WEIGHTS_HELP
 from cafe_tta.options import Options, option
 from cafe_tta.source import (
     FeatureStats,
@@ -26,7 +27,6 @@ from cafe_tta.source import (
     source_kind,
 )
 from cafe_tta.source.train import TrainConfig, train
-from cafe_tta.source.value import MadeOfImages
 from cafe_tta.styles import StyleStats
 
 Say = Callable[[str], None]
@@ -48,9 +48,12 @@ class SourceSideOptions(Options):
     True
     """
 
-    weights: Path | None = option(None, "A safetensors file of weights for the model.", panel=_PANEL)
+    weights: Path | None = option(None, WEIGHTS_HELP, panel=_PANEL)
     num_classes: int | None = option(
         None, "The number of classes; by default that of the weights.", least=1, panel=_PANEL
+    )
+    pretrained: bool = option(
+        False, "Download the weights that the model's library offers.", panel=_PANEL, flag="--pretrained"
     )
     source: list[Path] = option(
         [],
@@ -88,7 +91,7 @@ class SourceSide:
         self.preprocessing = recorded or self._loaded.preprocessing
         self.classifier: SplitClassifier = split_classifier(models.channels_last(self._loaded.model))
         self.group_seed = 0
-        self._groups: dict[int, SourceStats] = {}
+        self._groups: dict[int | None, SourceStats] = {}
         self._values: dict[str, SourceValue] = {}
 
     @cached_property
@@ -103,12 +106,10 @@ class SourceSide:
     @cached_property
     def stats(self) -> FeatureStats:
         path = self.folder / "feature-stats.safetensors"
-        if path.exists():
-            stats = FeatureStats.load(path)
-            # Files of version 0.1 have no styles.
-            if stats.count == len(self.indices) and stats.styles is not None and self._reads_alike(stats):
-                stats.check_belongs_to(self.classifier)
-                return stats
+        stats = self._kept(FeatureStats, path)
+        # Files of version 0.1 have no styles.
+        if stats is not None and stats.count == len(self.indices) and stats.styles is not None:
+            return stats
         self.say(f"computing statistics of {len(self.indices)} source images")
         stats = FeatureStats.fit(self.classifier, self._image_batches(), self.preprocessing, self._loaded.classes)
         stats.save(path)
@@ -121,10 +122,6 @@ class SourceSide:
             value.check_belongs_to(self.classifier)
         return self._given
 
-    def _reads_alike(self, value: MadeOfImages) -> bool:
-        """Whether a value that was kept was made of images that were read as these are, as far as it knows."""
-        return value.images.preprocessing in (None, self.preprocessing)
-
     def grouped(self, row: Row | None = None) -> SourceStats:
         """The statistics in groups: those that were given, or the data set's number of groups, or a row's own."""
         wanted = None if row is None else row.num_groups
@@ -134,14 +131,12 @@ class SourceSide:
         limit = self.options.max_group_size or None
         if num_groups not in self._groups:
             path = self.folder / f"source-stats-{num_groups}-{limit}.safetensors"
-            if path.exists():
-                source = SourceStats.load(path)
-                same = source.meta.get("count") == self.stats.count and source.meta.get("seed") == self.group_seed
-                if same and source.styles is not None and self._reads_alike(source):
-                    source.check_belongs_to(self.classifier)
-                    self._groups[num_groups] = source
-                    return source
-            self.say(f"grouping {len(self.stats.mean)} features into {num_groups}")
+            kept = self._kept(SourceStats, path)
+            same = {} if kept is None or kept.styles is None else kept.meta
+            if same.get("count") == self.stats.count and same.get("seed") == self.group_seed:
+                self._groups[num_groups] = kept
+                return self._groups[num_groups]
+            self.say(f"grouping {len(self.stats.mean)} features{f' into {num_groups}' if num_groups else ''}")
             source = self.stats.group(num_groups, seed=self.group_seed, max_group_size=limit)
             source.save(path)
             self._groups[num_groups] = source
@@ -165,11 +160,10 @@ class SourceSide:
         """A source value of any kind: given, made before, or made now by its `fit`."""
         value = self.given.get(kind) or self._values.get(kind)
         path = self.folder / f"{kind}.safetensors"
-        if value is None and path.exists():
-            value = source_kind(kind).load(path)
-            value.check_belongs_to(self.classifier)
-            if getattr(value, "count", len(self.indices)) != len(self.indices) or not self._reads_alike(value):
-                value = None  # of other source images, or read differently
+        if value is None:
+            value = self._kept(source_kind(kind), path)
+            if getattr(value, "count", len(self.indices)) != len(self.indices):
+                value = None  # of other source images
         if value is None:
             options = self._fit_options(kind)
             self.say(f"computing {kind} of {len(self.indices)} source images")
@@ -180,6 +174,20 @@ class SourceSide:
         self._values[kind] = value
         return value
 
+    def _kept(self, kind: Any, path: Path) -> Any:
+        """What was made before, if it was made with this classifier, of images that were read as these are.
+
+        An attempt that failed may have had others.
+        """
+        if not path.exists():
+            return None
+        value = kind.load(path)
+        try:
+            value.check_belongs_to(self.classifier)
+        except ValueError:
+            return None
+        return value if value.images.preprocessing in (None, self.preprocessing) else None
+
     def _fit_options(self, kind: str) -> dict[str, Any]:
         if kind != Posterior.kind:
             return {}
@@ -189,6 +197,17 @@ class SourceSide:
                 "with `swag_epochs`, or leave out the methods that need it"
             )
         return {"epochs": self.options.swag_epochs, "lr": self.options.swag_lr, "momentum": 0.9}
+
+    def labels_of(self, images: data.ImageSet) -> data.Labels | None:
+        """The labels of images, in the model's numbers where both have names of classes."""
+        loaded = getattr(self, "_loaded", None)  # none yet, while the embedded model is trained
+        if loaded is None or loaded.classes is None or images.classes is None or images.labels is None:
+            return images.labels
+        labels, _ = data.match_labels(images, loaded.classes, loaded.num_classes)
+        if labels is None or (labels < 0).any():
+            strange = ", ".join(name for name in images.classes if name not in loaded.classes)
+            raise ValueError(f"{images.name} has classes that the model does not have: {strange}")
+        return labels
 
     def describe_model(self) -> dict[str, Any]:
         weights = hashlib.sha256("".join(sorted(self.classifier.fingerprint().values())).encode()).hexdigest()
@@ -207,7 +226,7 @@ class SourceSide:
             self.dataset.model,
             weights=self.options.weights,
             num_classes=self.options.num_classes,
-            pretrained=self.dataset.pretrained and self.options.weights is None,
+            pretrained=(self.dataset.pretrained or self.options.pretrained) and self.options.weights is None,
             size=self.dataset.size if recorded is None else recorded.size,
             mean=self.dataset.mean,
             std=self.dataset.std,
@@ -235,9 +254,10 @@ class SourceSide:
         return images, labels
 
     def _labels(self, indices: list[int]) -> Tensor:
-        if self.images.labels is None:
+        labels = self.labels_of(self.images)
+        if labels is None:
             raise ValueError(f"{self.images.name} has no labels, which training needs")
-        return torch.from_numpy(np.asarray(self.images.labels)[indices])
+        return torch.from_numpy(np.asarray(labels)[indices])
 
     def _image_batches(self) -> Iterator[Tensor]:
         for part in _blocks(self.indices, BATCH):

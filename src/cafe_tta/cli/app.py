@@ -2,10 +2,12 @@
 
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer import rich_utils
 from typer.core import TyperGroup
 
 import cafe_tta
@@ -79,6 +81,25 @@ def describe(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _folding(highlight: Any) -> Any:
+    """A highlighter of option names that continues a long one on the next line, where Typer would cut it off."""
+
+    def fold(text: Any) -> Any:
+        shown = highlight(text)
+        shown.overflow = "fold"
+        return shown
+
+    return fold
+
+
+for _name in ("highlighter", "negative_highlighter"):
+    setattr(rich_utils, _name, _folding(getattr(rich_utils, _name)))
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    say(f"warning: {message}")
+
+
 app = typer.Typer(
     name="cafe-tta",
     cls=_Group,
@@ -141,4 +162,5 @@ for command in (demo, train, stats, adapt, monitor, serve, simulate, corrupt, be
 
 def main() -> None:
     """Runs the command line."""
+    warnings.showwarning = _show_warning  # in one line, without the place in our code
     app()

@@ -14,9 +14,10 @@ from cafe_tta.bench import estimate, run
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.records import RECORDS
 from cafe_tta.bench.source_side import SourceSideOptions
-from cafe_tta.cli.console import progress, say, show_table, sigterm_interrupts
+from cafe_tta.cli.console import duration, progress, say, show_table, sigterm_interrupts
 from cafe_tta.cli.flags import TORCHRUN, TimeoutOption, command
 from cafe_tta.cli.report import show_report_table
+from cafe_tta.copies import choose_severities
 from cafe_tta.corruptions import choose_names
 from cafe_tta.distributed import torchrun_share
 from cafe_tta.distributed.job import HEARTBEAT_TIMEOUT
@@ -30,7 +31,11 @@ _IMAGES, _ROWS = "Images and model, instead of the data set's own", "What is run
 class BenchOptions(Options):
     """What `cafe-tta bench` runs."""
 
-    dataset: str = option("digits", f"The data set: one of {', '.join(DATASETS)}.")
+    dataset: str | None = option(
+        None,
+        f"The data set: one of {', '.join(DATASETS)}, or a name for images of your own, with --data, --source-data and "
+        "--model. Default: digits.",
+    )
     output: Path | None = option(None, "Folder for the records; by default results/EXPERIMENT-DATASET.")
     listing: bool = option(False, "List the experiments, with what each costs on this machine.", flag="--list")
     show_episodes: bool = option(
@@ -38,7 +43,8 @@ class BenchOptions(Options):
     )
     methods: str | None = option(
         None,
-        "Run only these, separated by commas. With options, a row of its own: cafe,cafe(normalisation=blend,lr=0.1).",
+        "Run only these, separated by commas. With options, a row of its own: cafe,cafe(normalisation=blend,lr=0.1). "
+        "package.module:Class is one of your own; see docs/own-method.md.",
         panel=_ROWS,
     )
     set: list[str] = option(
@@ -48,9 +54,17 @@ class BenchOptions(Options):
         metavar="OPTION=VALUE",
     )
     protocols: list[str] = option(
-        [], "A protocol, instead of the experiment's own; see docs/benchmark.md. May be repeated.", panel=_ROWS
+        [],
+        "A protocol, instead of the experiment's own; see docs/benchmark.md. package.module:function is one of your "
+        "own. May be repeated.",
+        panel=_ROWS,
     )
-    corruptions: str = option("all", "all, held-out, or names separated by commas.", panel=_ROWS)
+    corruptions: str = option(
+        "all", "all, held-out, or names separated by commas; package.module:function is one of your own.", panel=_ROWS
+    )
+    severity: str | None = option(
+        None, "Severities such as 5, 1,3 or 1-5, instead of the data set's.", panel=_ROWS, repeated=True
+    )
     seeds: int = option(3, "Number of seeds: 0, 1, …", least=1, panel=_ROWS)
     limit: int | None = option(None, "Number of images of the data set in each episode.", least=1, panel=_ROWS)
     sweep: list[int] = option([], "Values of k for the experiment `groups`, such as 8,32.", panel=_ROWS)
@@ -78,12 +92,15 @@ class BenchOptions(Options):
 
     def chosen_dataset(self) -> Dataset:
         pixels = {"mean": self.mean, "std": self.std, "size": self.image_size}
-        return choose_dataset(self.dataset, data=self.data, source_data=self.source_data, model=self.model, **pixels)
+        severities = None if self.severity is None else choose_severities(self.severity)
+        own = {"data": self.data, "source_data": self.source_data, "model": self.model, "severities": severities}
+        return choose_dataset(self.dataset, **own, **pixels)
 
     def plan(self, experiment: str) -> Plan:
+        dataset = self.chosen_dataset()
         return plan(
             experiment,
-            self.chosen_dataset(),
+            dataset,
             self.methods,
             parse_options(self.set, self.methods),
             self.sweep,
@@ -92,8 +109,18 @@ class BenchOptions(Options):
             self.protocols,
             seeds=tuple(range(self.seeds)),
             limit=self.limit,
-            corruptions=choose_names(self.corruptions),
+            corruptions=self._corruptions(dataset),
         )
+
+    def _corruptions(self, dataset: Dataset) -> tuple[str, ...]:
+        """Corruptions by name; those of a corrupted data set may be its own."""
+        try:
+            return choose_names(self.corruptions)
+        except ValueError:
+            images = image_sets.load(dataset.data)
+            if not isinstance(images, image_sets.CorruptedSet):
+                raise
+            return choose_names(self.corruptions, images.corruptions())
 
 
 @command()
@@ -125,7 +152,7 @@ def bench(
     if options.show_episodes:
         _show_episodes(planned)
         return
-    parts = [experiment, options.dataset, *([options.mode] if options.mode else [])]
+    parts = [experiment, planned.dataset.name, *([options.mode] if options.mode else [])]
     _run(planned, source, options.output or Path("results") / "-".join(parts), options.synchronised, timeout)
 
 
@@ -142,11 +169,11 @@ def _run(planned: Plan, options: SourceSideOptions, folder: Path, synchronised: 
 
 
 def _show_episodes(planned: Plan) -> None:
-    images = len(image_sets.load(planned.dataset.data))
+    images = image_sets.load(planned.dataset.data)
     table = Table("protocol", "seed", "episode", "images", "hash", "domains", box=None)
     for protocol in planned.protocols:
         for seed in planned.seeds:
-            for episode in planned.episodes(protocol, seed, images):
+            for episode in planned.episodes(protocol, seed, len(images), images.labels):
                 summary = episode.summary()
                 domains = ", ".join(f"{name} {count}" for name, count in summary.domains.items())
                 table.add_row(protocol, str(seed), episode.name, str(len(episode)), summary.digest, domains)
@@ -158,12 +185,6 @@ def _show_experiments(dataset: Dataset, options: SourceSideOptions) -> None:
     costs = estimate.every_experiment(dataset, options, say)
     table = Table("experiment", "shows", "data sets", f"{dataset.name}, 3 seeds", box=None)
     for name, kind in EXPERIMENTS.items():
-        cost = _duration(costs[name]) if name in costs else "-"
+        cost = duration(costs[name]) if name in costs else "-"
         table.add_row(name, kind.shows, ", ".join(kind.datasets), cost)
     show_table(table)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

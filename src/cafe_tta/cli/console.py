@@ -94,14 +94,48 @@ def show_facts(facts: list[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr, if that is a terminal. Gives the function that moves it on."""
+    """A bar on stderr, if that is a terminal, else a line every now and then. Gives the function that moves it on."""
     if not sys.stderr.isatty():
-        yield lambda amount: None
+        yield _Lines(description, total).advance
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda amount: bar.advance(task, amount)
+
+
+class _Lines:
+    """Progress where nobody watches, such as a log: a line every `EVERY` seconds; none for what is quick."""
+
+    EVERY = 30.0
+
+    def __init__(self, description: str, total: int) -> None:
+        self._description, self._total, self._done = description, total, 0
+        self._began = self._said = time.monotonic()
+        self._start: int | None = None  # what an earlier run had done
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if self._start is None:
+            self._start = self._done if now - self._began < 0.1 else 0
+        if now - self._said < self.EVERY:
+            return
+        self._said = now
+        made = self._done - self._start
+        left = f", about {duration((now - self._began) / made * (self._total - self._done))} left" if made else ""
+        say(f"{self._description}: {self._done} of {self._total}{left}")
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(41.2), duration(320), duration(9000)
+    ('41 s', '5 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def counted(number: int, name: str, plural: str = "") -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cafe_tta import copies, data
+from cafe_tta._install import command as install_command
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, say_unreadable, show_facts
 from cafe_tta.cli.flags import command
 from cafe_tta.data.options import DATA_HELP
@@ -31,12 +32,13 @@ def corrupt(
     """  # noqa: E501 - a line break here would be one in the help
     began = time.perf_counter()
     imageset = data.load(data_spec, download=download)
+    say_unreadable(data.left_out(imageset))
     with progress("looking", len(imageset)) as advance:
         job = copies.plan(imageset, output, options, name=data_spec, advance=advance)
     if job.settings.frost == copies.PROCEDURAL_FROST:
         say(
             f"note: frost is made with {copies.PROCEDURAL_FROST}; "
-            'pip install "cafe-tta[corruptions]" brings the published ones'
+            f"the published ones come with: {install_command('corruptions')}"
         )
     made = 0
     with StopRequest() as stop, progress("corrupting", job.total) as advance:

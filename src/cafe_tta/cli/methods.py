@@ -2,12 +2,14 @@
 
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from cafe_tta import plugins
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli.console import show_facts, show_table
 from cafe_tta.methods import METHODS, method
@@ -15,23 +17,29 @@ from cafe_tta.options import describe
 
 
 def methods(
-    name: Annotated[str, typer.Argument(help="A method: shows its options and presets.", show_default=False)] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A method, or package.module:Class for one of your own: shows its options and presets.",
+            show_default=False,
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
 ) -> None:
     """List the methods, or one method's options."""
-    kinds = {name: method(name)} if name else METHODS
+    kinds = {name: method(name)} if name else {**METHODS, **{own: method(own) for own in plugins.available("methods")}}
     if as_json:
         described = {key: _description(kind) for key, kind in kinds.items()}
         print(json.dumps(described[name] if name else described, indent=2))
     elif name:
         _show_one(name, kinds[name])
     else:
-        _show_all()
+        _show_all(kinds)
 
 
-def _show_all() -> None:
+def _show_all(kinds: Mapping[str, type[Adapter]]) -> None:
     table = Table("method", "needs", "what it does", "presets", box=None, pad_edge=False)
-    for name, kind in METHODS.items():
+    for name, kind in kinds.items():
         table.add_row(name, kind.needs or "nothing", _summary(kind), ", ".join(kind.presets))
     show_table(table)
 

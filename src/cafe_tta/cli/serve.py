@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import typer
 
+from cafe_tta._install import missing
 from cafe_tta.cli.console import say, show_facts
 from cafe_tta.cli.flags import with_flags
 from cafe_tta.serve import Built, Settings, build, load_settings
@@ -19,7 +20,8 @@ def serve(
         Path | None, typer.Option(help="TOML file of settings, such as max_batch_size = 64.", show_default=False)
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the settings, load the model, answer one image, and stop.")
+        bool,
+        typer.Option("--check", help="Check settings and saved state, load the model, answer one image, and stop."),
     ] = False,
     **flags: Any,
 ) -> None:
@@ -34,9 +36,9 @@ def serve(
         from cafe_tta.serve.http import server
         from cafe_tta.serve.http.app import App
     except ModuleNotFoundError as error:
-        raise ImportError(f'the server needs {error.name}; install it with: pip install "cafe-tta[serve]"') from None
+        raise missing("the server", error, "serve") from None
     if check:
-        # Without its folder of states, which a running server may have locked.
+        # Without opening its folder of states, which a running server may have locked.
         built = build(replace(settings, state=None), say)
         _check(built, App(built.service, built.model.preprocessing).signature.name, settings)
         return
@@ -64,12 +66,13 @@ def _check(built: Built, name: str, settings: Settings) -> None:
     if not torch.isfinite(logits).all():
         raise ValueError("the model's answer to a grey image is not finite; are these the right weights?")
     classes = f"{built.service.num_classes} classes"
+    state = "not kept" if settings.state is None else f"{settings.state}: {built.service.check_state(settings.state)}"
     show_facts([
         ("model", f"{name} ({built.model.architecture}), {classes}"),
         ("images", f"are read at {preprocessing.describe()}"),
         ("method", f"{settings.method}, {built.config}"),
         ("statistics", "none: drift is unknown" if statistics is None else f"{len(statistics.groups)} groups"),
-        ("state", "not kept" if settings.state is None else f"kept in {settings.state}"),
+        ("state", state),
         ("address", f"http://{settings.host}:{settings.port}/v2/models/{name}"),
         ("token", "needed to pause, resume, reset, roll back and save" if settings.token else "none"),
         ("check", "one image was answered; all is well"),

@@ -101,7 +101,7 @@ def _write_computed(read: SourceImages, writing: StatsOptions) -> None:
         part = read.feature_stats(advance)
     if part is None:
         return  # rank 0 has it all
-    say_unreadable(list(part.unreadable))
+    say_unreadable([*part.unreadable, *data.left_out(read.imageset)])
     if read.shard is not None and writing.output is not None:
         size = save_shard(writing.output, part, read.whole(), read.shard)
         count = 0 if part.stats is None else part.stats.count

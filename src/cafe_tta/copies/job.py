@@ -159,7 +159,7 @@ def plan(
         images=len(chosen),
         corruptions=names,
         severities=severities,
-        preset=options.preset or _preset_for(imageset, chosen),
+        preset=options.preset or preset_for(imageset, chosen),
         seed=options.seed,
         layout=layout,
         format=options.format or "png" if layout == "folder" else None,
@@ -227,7 +227,7 @@ def _of_one_size(
     return np.setdiff1d(chosen, [item.index for item in left_out]), tuple(left_out)
 
 
-def _preset_for(imageset: ImageSet, chosen: Labels) -> str:
+def preset_for(imageset: ImageSet, chosen: Labels) -> str:
     """The preset of the published set whose images are nearest in size: the median of a few, their short side."""
     sides: list[int] = []
     few = chosen[equally_spaced(len(chosen), 9)].tolist()

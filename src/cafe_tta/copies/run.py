@@ -14,7 +14,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from cafe_tta import data, storage
+from cafe_tta import corruptions, data, plugins, storage
 from cafe_tta.copies.arrays import Arrays
 from cafe_tta.copies.files import Files
 from cafe_tta.copies.job import CopyOptions, Done, Job, Layout, Settings, plan
@@ -96,7 +96,7 @@ def _run(job: Job, layout: Layout, workers: int) -> Generator[Done, None, None]:
         return
     # Forking a process that has threads, such as PyTorch's, is not safe: workers are spawned. They load the image set
     # themselves: a memory-mapped array would be sent to them whole.
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (job.settings, job.chosen, job.output)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start, _arguments(job)) as pool:
         tasks = layout.tasks(job)
         waiting = {pool.submit(_do, task): task for task in islice(tasks, TASKS_PER_WORKER * workers)}
         try:
@@ -129,7 +129,11 @@ def _require_loadable(job: Job) -> None:
         )
 
 
-def _start(settings: Settings, chosen: Labels, output: Path) -> None:
+def _arguments(job: Job) -> tuple[Any, ...]:
+    return job.settings, job.chosen, job.output, plugins.added("corruptions")
+
+
+def _start(settings: Settings, chosen: Labels, output: Path, own_corruptions: list[str]) -> None:
     """The start of a worker process."""
     global _job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process decides
@@ -138,6 +142,8 @@ def _start(settings: Settings, chosen: Labels, output: Path) -> None:
     import cv2
 
     cv2.setNumThreads(1)  # the workers are the threads
+    for text in own_corruptions:
+        corruptions.corruption_name(text)
     _job = Job(data.load(settings.data), chosen, output, settings)
 
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .own import as_corruption
 from .randomness import Streams
 from .table import CORRUPTIONS, PRESETS, Corruption
 
@@ -46,8 +47,7 @@ def corrupt(
     >>> corrupt(images, "brightness", severity=2)[0, 0, 0].tolist()
     [125, 125, 125]
     """
-    if name not in CORRUPTIONS:
-        raise ValueError(_unknown("corruption", name, CORRUPTIONS))
+    name = corruption_name(name)
     if preset not in PRESETS:
         raise ValueError(_unknown("preset", preset, PRESETS))
     if not _is_whole(severity) or not 1 <= severity <= 5:
@@ -77,18 +77,28 @@ def corrupt(
     return corrupted
 
 
-def choose_names(names: str | Iterable[str]) -> tuple[str, ...]:
+def corruption_name(text: str, known: Iterable[str] = ()) -> str:
+    """The key in `CORRUPTIONS` of a corruption by its name, or by package.module:function, which is then added."""
+    from cafe_tta import plugins  # here, not above: importing this package must not load PyTorch
+
+    name = text if text in known else plugins.add("corruptions", text, CORRUPTIONS, as_corruption)
+    if name is None:
+        raise plugins.unknown("corruption", "corruptions", text, dict.fromkeys([*known, *CORRUPTIONS]))
+    return name
+
+
+def choose_names(names: str | Iterable[str], known: Iterable[str] = ()) -> tuple[str, ...]:
     """Corruptions by their names, or by `all` (the 15 of the paper) and `held-out`, in the order of the table.
+
+    A name may also be package.module:function for one of your own, or one of `known`: those of a corrupted data set.
 
     >>> choose_names("fog,snow"), choose_names(["held-out"])[0]
     (('snow', 'fog'), 'speckle_noise')
     """
     chosen: set[str] = set()
     for name in (part.strip() for part in (names.split(",") if isinstance(names, str) else names)):
-        if name not in CORRUPTIONS and name not in _GROUPS:
-            raise ValueError(_unknown("corruption", name, (*_GROUPS, *CORRUPTIONS)))
-        chosen |= set(_GROUPS.get(name, (name,)))
-    return tuple(name for name in CORRUPTIONS if name in chosen)
+        chosen |= set(_GROUPS[name]) if name in _GROUPS else {corruption_name(name, (*_GROUPS, *known))}
+    return tuple(name for name in dict.fromkeys([*CORRUPTIONS, *known]) if name in chosen)
 
 
 def frost_is_standard() -> bool:

@@ -43,7 +43,12 @@ class Corruption:
         if callable(self.function):
             return self.function
         module, name = self.function.split(".")
-        loaded: Callable[..., Any] = getattr(import_module(f".{module}", __package__), name)
+        try:
+            loaded: Callable[..., Any] = getattr(import_module(f".{module}", __package__), name)
+        except ModuleNotFoundError as error:
+            from cafe_tta._install import missing  # here, not above: importing this package must not load PyTorch
+
+            raise missing(f"the corruption {name}", error, "corruptions") from error
         return loaded
 
 

@@ -5,6 +5,7 @@
 896
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
+from cafe_tta import plugins
 from cafe_tta.data.arrays import ArraySet as ArraySet
 from cafe_tta.data.arrays import load_arrays
 from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
 from cafe_tta.data.digits import load_digits
 from cafe_tta.data.folder import FolderSet as FolderSet
-from cafe_tta.data.folder import load_folder
+from cafe_tta.data.folder import left_out as left_out
+from cafe_tta.data.folder import load_files, load_folder
 from cafe_tta.data.imagenet import load_imagenet
 from cafe_tta.data.imageset import CorruptedSet as CorruptedSet
 from cafe_tta.data.imageset import ImageSet as ImageSet
@@ -59,8 +63,9 @@ DATASETS: dict[str, NamedSet] = {
 
 
 def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
-    """An image set by its name: `digits:train`, `cifar10:test`, `arrays:DIR`, or simply the path of a folder.
+    """An image set by its name, `digits:train`, `cifar10:test`, `arrays:DIR`, or the path of a folder or of a file.
 
+    A pattern such as `photos/*.jpg` is all files that it matches (`**` goes through folders, too).
     Data sets are looked for in the folder after an `@`, as in `cifar10:test@/data`, or else in the one that the
     environment variable CAFE_TTA_DATA names, or else in ~/.cache/cafe-tta/data. A missing one is downloaded with
     `download` or with CAFE_TTA_DOWNLOAD=1, and not otherwise. Published corrupted sets, such as `cifar10-c@DIR`, are a
@@ -75,6 +80,7 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
         raise ValueError(f"expected the name of an image set, but got nothing; choose from: {_choices()}")
     name = re.match("[a-z0-9-]*", text)[0]  # type: ignore[index] # matches always
     rest = text[len(name) :]
+    plugins.add("datasets", name, DATASETS, _as_named)
     named = DATASETS.get(name)
     if named is not None and rest[:1] not in (("", ":", "@") if named.at_folder else ("", ":")):
         named = None
@@ -85,8 +91,10 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
     path = Path(text).expanduser()
     if path.is_dir():
         return load_folder(text)
-    if path.exists():
-        raise ValueError(f"expected a folder of images, but {text} is a file; name the folder that it is in")
+    if path.is_file() or glob.has_magic(text):
+        return load_files(text)
+    if plugins.exists(text):
+        return _own(text)
     near = get_close_matches(name, DATASETS, n=1)
     if near and not rest and near[0] in ("arrays", "folder"):
         near = []  # a folder's name was meant
@@ -94,5 +102,33 @@ def load(spec: str | os.PathLike[str], download: bool = False) -> ImageSet:
     raise ValueError(f"no folder at {text!r}, and no image set of that name{hint}; choose from: {_choices()}")
 
 
+def _own(text: str) -> ImageSet:
+    """An image set of the user's own code, or what a function of theirs returns."""
+    found = plugins.load_object(text)
+    made = found() if callable(found) and not hasattr(found, "item_name") else found
+    lacking = [
+        name for name in ("name", "classes", "labels", "item_name", "images", "digest") if not hasattr(made, name)
+    ]
+    if lacking:
+        raise TypeError(
+            f"expected {text} to be an image set, such as data.ArraySet(name, array, labels), or to return one, but "
+            f"{type(made).__name__} has no `{lacking[0]}`"
+        )
+    return cast(ImageSet, made)
+
+
+def _as_named(name: str, found: Any) -> NamedSet | None:
+    if isinstance(found, NamedSet):
+        return found
+    return NamedSet(found, (name,)) if callable(found) else None  # else it is a data set of the benchmark
+
+
 def _choices() -> str:
-    return ", ".join(["a folder of images", *(example for named in DATASETS.values() for example in named.examples)])
+    return ", ".join(
+        [
+            "a folder of images",
+            "an image file",
+            "a pattern such as 'photos/*.jpg'",
+            *(example for named in DATASETS.values() for example in named.examples),
+        ]
+    )

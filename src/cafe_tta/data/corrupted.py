@@ -105,7 +105,8 @@ class CifarCSet:
 
     def __init__(self, root: Path, name: str, source: str) -> None:
         self.root, self.name, self.source = root, name, source
-        names = [n for n in CORRUPTIONS if (root / f"{n}.npy").is_file()]
+        there = [path.stem for path in sorted(root.glob("*.npy")) if path.stem != "labels"]
+        names = [*(n for n in CORRUPTIONS if n in there), *(n for n in there if n not in CORRUPTIONS)]
         if not names:
             raise FileNotFoundError(
                 f"no corrupted images at {root}; expected {_CIFAR_LAYOUT}, from {source}; "
@@ -209,6 +210,9 @@ class ImageNetCSet:
             folders = (root / group / corruption for group in groups)
             if folder := next((folder for folder in folders if folder.is_dir()), None):
                 self._folders[corruption] = folder
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():  # corruptions of the user's own
+            if folder.name not in self._folders and any((folder / level).is_dir() for level in "12345"):
+                self._folders[folder.name] = folder
         by_severity = [
             {int(f.name) for f in folder.iterdir() if f.name in set("12345")} for folder in self._folders.values()
         ]

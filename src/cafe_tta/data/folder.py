@@ -1,5 +1,6 @@
 """A folder of image files, flat or with a folder for each class, read one image at a time."""
 
+import glob
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from cafe_tta.data.imageset import Images, Labels, UnreadableImage, files_digest
+from cafe_tta.data.imageset import Images, Labels, Unreadable, UnreadableImage, files_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".webp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
+)
+# Files that are images, too, and that we cannot read: named as such, instead of passed over.
+FOREIGN = (
+    *(".heic", ".heif", ".hif", ".jxl", ".svg", ".psd", ".xcf", ".exr", ".hdr"),
+    *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2", ".pef", ".srw"),
 )
 CONTACT_SHEET = "contact-sheet.png"  # drawn by `cafe-tta corrupt` beside its copies
 _WARNINGS = threading.Lock()  # Python's warning filters are global: one thread at a time may change them
@@ -30,14 +36,19 @@ class FolderSet:
 
     read_as = ""  # how a file becomes an image of this set, for the digest
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], files: Sequence[str] | None = None) -> None:
         self.root = Path(root).expanduser()
         self.name = f"folder:{self.root}"
-        self.files = sorted(_files(self.root))  # relative, with forward slashes
+        found = list(_files(self.root)) if files is None else files
+        self.files = sorted(file for file in found if file.lower().endswith(SUFFIXES))  # relative, with forward slashes
+        self.foreign = sorted(file for file in found if file.lower().endswith(FOREIGN))
         if CONTACT_SHEET in self.files and _is_made_by_corrupt(self.root):
             self.files.remove(CONTACT_SHEET)
         if not self.files:
             arrays = f"; for its images.npy, say arrays:{root}" if (self.root / "images.npy").is_file() else ""
+            if self.foreign:
+                more = f" and {len(self.foreign) - 1} more like it" if len(self.foreign) > 1 else ""
+                raise FileNotFoundError(f"{self.root / self.foreign[0]}{more}: {_why_foreign(self.foreign[0])}")
             raise FileNotFoundError(
                 f"no images in {self.root}; put {', '.join(SUFFIXES[:3])}, .png, .bmp, .webp or .tif files there, "
                 f"or one folder of them for each class{arrays}"
@@ -89,6 +100,30 @@ def load_folder(folder: str) -> FolderSet:
         what = f"{folder} is a file" if root.is_file() else f"no folder at {folder!r}"
         raise FileNotFoundError(f"{what}; expected a folder of images, or of one folder of images for each class")
     return FolderSet(folder)
+
+
+def load_files(pattern: str) -> FolderSet:
+    """One image file, or all that a pattern such as `photos/*.jpg` matches."""
+    text = os.path.expanduser(pattern)
+    found = [text] if os.path.isfile(text) else glob.glob(text, recursive=True)
+    files = [Path(file) for file in found if file.lower().endswith(SUFFIXES + FOREIGN) and os.path.isfile(file)]
+    if not files:
+        what = f"{pattern} is no image file" if found else f"no file matches {pattern!r}"
+        raise FileNotFoundError(f"{what}; expected {', '.join(SUFFIXES[:4])}, .png, .bmp, .webp, .tif or other images")
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    imageset = FolderSet(root, [file.relative_to(root).as_posix() for file in files])
+    imageset.name = f"files:{pattern}"
+    return imageset
+
+
+def left_out(imageset: object) -> list[Unreadable]:
+    """The files of a folder that are images in formats that we cannot read."""
+    foreign: Sequence[str] = getattr(imageset, "foreign", ())
+    return [Unreadable(-1, file, _why_foreign(file)) for file in foreign]
+
+
+def _why_foreign(file: str) -> str:
+    return f"{Path(file).suffix.lower()[1:].upper()} files cannot be read; convert it to JPEG or PNG"
 
 
 def read_image(path: str | os.PathLike[str], upright: bool = True) -> Images:
@@ -203,5 +238,5 @@ def _files(root: Path) -> Iterator[str]:
         # Hidden files are not images of the user: thumbnails, the `._name.jpg` of a Mac, folders of version control.
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         for name in files:
-            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES + FOREIGN):
                 yield Path(folder, name).relative_to(root).as_posix()

@@ -1,5 +1,6 @@
 """Images of a set in batches, ready for a classifier, and their labels in the classifier's numbers."""
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,8 @@ def match_labels(imageset: ImageSet, classes: tuple[str, ...] | None, num_classe
     if names is None:
         numbers = np.arange(max(int(labels.max()) + 1, num_classes))
         numbers[num_classes:] = -1
+    elif len(names) == num_classes == 1000 and all(re.fullmatch(r"n\d{8}", name) for name in names):
+        numbers = np.arange(num_classes)  # ImageNet's folders, whose order is that of its classes
     elif classes is not None:
         number_of = {name: number for number, name in enumerate(classes)}
         numbers = np.array([number_of.get(name, -1) for name in names])

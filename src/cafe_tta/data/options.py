@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from cafe_tta.options import Options, option
 
-DATA_HELP = "The images: a folder, or a data set such as digits:test, cifar10:test or arrays:DIR."
+DATA_HELP = (
+    "The images: a folder, an image file, a pattern in quotes such as 'photos/*.jpg', or a data set such as "
+    "digits:test, cifar10:test or arrays:DIR."
+)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cafe_tta._install import missing
 from cafe_tta.data.arrays import ArraySet
 from cafe_tta.data.digits import CLASSES
 from cafe_tta.data.imageset import split_and_root
@@ -63,7 +64,7 @@ def _read(kind: str, split: str, root: Path, download: bool) -> Any:
             warnings.simplefilter("ignore")  # the files were pickled by an old NumPy
             return reader(root, download=download, **choice)
     except ModuleNotFoundError as error:
-        raise ImportError(f'{kind} needs {error.name}; install it with: pip install "cafe-tta[corruptions]"') from error
+        raise missing(kind, error, "corruptions") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
         raise RuntimeError(_not_downloaded(kind, reader, root, split, error)) from error
     except Exception as error:  # damaged files raise errors of every kind

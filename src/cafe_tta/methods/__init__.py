@@ -1,10 +1,9 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
-from cafe_tta import storage
+from cafe_tta import plugins, storage
 from cafe_tta.adapter import STATE_KIND, STATE_VERSION, Adapter
 from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
 from cafe_tta.methods.adabn import AdaBN as AdaBN
@@ -29,7 +28,7 @@ from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
-from cafe_tta.options import describe, did_you_mean, require_known
+from cafe_tta.options import describe, require_known
 from cafe_tta.source import source_kind
 from cafe_tta.styles import StyleStats
 
@@ -50,11 +49,26 @@ METHODS: dict[str, type[Adapter]] = {
 }
 
 
+def method_name(text: str) -> str:
+    """The key in `METHODS` of a method by its name, or by package.module:Class, which is then added."""
+    name = plugins.add("methods", text, METHODS, _as_method)
+    if name is None:
+        raise plugins.unknown("method", "methods", text, METHODS)
+    return name
+
+
 def method(name: str) -> type[Adapter]:
     """The class of a method, or an error that lists what there is."""
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}{did_you_mean(name, METHODS)}; choose from: {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[method_name(name)]
+
+
+def _as_method(name: str, found: Any) -> type[Adapter]:
+    if not isinstance(found, type) or not issubclass(found, Adapter):
+        kind = f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+        raise TypeError(f"expected {name} to be a method, a subclass of cafe_tta.Adapter, but got {kind}")
+    if not hasattr(found, "name"):
+        found.name = name
+    return found
 
 
 def configure(name: str, preset: str | None = None, **options: Any) -> Any:
@@ -62,9 +76,7 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
     kind = method(name)
     if preset is not None and preset not in kind.presets:
         raise ValueError(f"{name} has no preset {preset!r}; choose from: {', '.join(kind.presets) or 'none'}")
-    config = kind.Config() if preset is None else kind.presets[preset]
-    require_known(options, [described.name for described in describe(kind.Config)], name)
-    return replace(config, **options)
+    return kind.configure(None if preset is None else kind.presets[preset], **options)
 
 
 def create(

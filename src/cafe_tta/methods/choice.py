@@ -32,7 +32,11 @@ class MethodOptions(Options):
     0.01
     """
 
-    method: str = option("cafe", "The method that adapts; `cafe-tta methods` lists them.", panel=_PANEL)
+    method: str = option(
+        "cafe",
+        "The method that adapts: `cafe-tta methods` lists them, and package.module:Class is one of your own.",
+        panel=_PANEL,
+    )
     preset: str | None = option(None, "A set of options of the method, by name.", panel=_PANEL)
     set: list[str] = option(
         [], "An option of the method, such as lr=0.01. May be repeated.", panel=_PANEL, metavar="OPTION=VALUE"

@@ -1,4 +1,4 @@
-"""Models and their weights in safetensors files."""
+"""Models and their weights in files."""
 
 import os
 import warnings
@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.models.names import PICKLES, build, default_preprocessing, head_of, is_name, num_classes_of
+from cafe_tta.models import checkpoints
+from cafe_tta.models.classes import check_classes, read_classes
+from cafe_tta.models.names import (
+    NAMES,
+    build,
+    default_preprocessing,
+    head_of,
+    is_name,
+    is_own,
+    num_classes_of,
+    stated_classes,
+)
 from cafe_tta.models.preprocessing import Preprocessing, Rgb
 
 FORMAT_VERSION = 1
@@ -41,14 +52,17 @@ def load(
     mean: Rgb | None = None,
     std: Rgb | None = None,
     new_head: bool = False,
+    classes: str | os.PathLike[str] | None = None,
 ) -> LoadedModel:
     """A model, ready to use, from its name or from a file.
 
-    `spec` is timm:NAME, torchvision:NAME, cafe:NAME, or the path of a file that `save` made. A file of plain weights
-    does not say what it is the weights of: give the name, and the file as `weights`. `size`, `mean` and `std` replace
-    what the library or the file says about preprocessing; with a `size`, images are resized to it without a crop.
-    With `new_head`, the weights of a file go into all but the last layer, which is new and has `num_classes` outputs:
-    the start of training for other classes.
+    `spec` is timm:NAME, torchvision:NAME, cafe:NAME, package.module:NAME for an nn.Module of your own (or a function
+    or class that makes one), or the path of a file that `save` made. A file of plain weights
+    (safetensors, or a state dict that torch.save wrote) does not say what it is the weights of: give the name, and the
+    file as `weights`. `size`, `mean` and `std` replace what the library or the file says about preprocessing; with a
+    `size`, images are resized to it without a crop. `classes` is a file of their names, instead of those that the
+    library or the file knows. With `new_head`, the weights of a file go into all but the last layer, which is new and
+    has `num_classes` outputs: the start of training for other classes.
 
     >>> load("cafe:digits-resnet").preprocessing.size
     32
@@ -66,9 +80,14 @@ def load(
     if name is None and not meta:
         raise ValueError(
             f"{weights} holds plain weights, which do not say what they are the weights of; name the architecture "
-            f'too, and give the file as `weights`: load("timm:NAME", weights="{weights}")'
+            f"({NAMES}) as the model, and give the file as `weights`"
         )
-    if name is not None and meta and meta["architecture"] != name:
+    if name is None and is_own(meta["architecture"]):  # else a file could have any function of any module called
+        raise ValueError(
+            f"{weights} holds the weights of {meta['architecture']}, your own code, which no file makes us execute; "
+            f"name it as the model, and give the file as `weights`"
+        )
+    if name is not None and meta and meta["architecture"] != name and not is_own(name):
         raise ValueError(f"{weights} holds a {meta['architecture']}, but {name} was asked for")
     architecture = name or meta["architecture"]
     if meta and not new_head and num_classes not in (None, meta["num_classes"]):
@@ -78,16 +97,26 @@ def load(
     wanted = size or (saved.size if saved else None)
     model = build(architecture, num_classes or meta.get("num_classes"), pretrained, wanted)
     if weights is not None:
+        tensors = checkpoints.without_prefix(tensors, model.state_dict())
         other = _classes_in(tensors, model, num_classes_of(model, architecture)) if num_classes is None else None
         if other is not None:
             model = build(architecture, other, size=wanted)
         if new_head:
             tensors = tensors | _head_tensors(model, architecture)
         _copy_into(model, tensors, f"{weights}", architecture)
-    preprocessing = _override(saved or default_preprocessing(architecture, model), size, mean, std)
-    classes = tuple(meta["classes"]) if meta.get("classes") and not new_head else None
-    trained = weights is not None or pretrained
-    return LoadedModel(model.eval(), architecture, num_classes_of(model, architecture), preprocessing, classes, trained)
+    if saved is None and is_own(architecture) and size and mean and std:
+        preprocessing = Preprocessing(size, mean, std)
+    else:
+        preprocessing = _override(saved or default_preprocessing(architecture, model), size, mean, std)
+    count = num_classes_of(model, architecture)
+    if classes is not None:
+        names: tuple[str, ...] | None = check_classes(read_classes(classes), count, os.fspath(classes))
+    elif meta.get("classes") and not new_head:
+        names = tuple(meta["classes"])
+    else:
+        names = stated_classes(architecture, model, pretrained)
+    trained = weights is not None or pretrained or is_own(architecture)  # which may load weights by itself
+    return LoadedModel(model.eval(), architecture, count, preprocessing, names, trained)
 
 
 def save(
@@ -104,6 +133,9 @@ def save(
         raise ValueError(f"expected the names of {num_classes} classes, but got {len(classes)}")
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers must not change
         twin = build(architecture, num_classes, size=preprocessing.size)
+    if isinstance(model, SplitClassifier):  # whose head may have been a 1×1 convolution
+        weight = f"{model.feature_layer}.weight"
+        tensors[weight] = tensors[weight].reshape(*tensors[weight].shape, *twin.get_parameter(weight).shape[2:])
     _check_match(tensors, twin, "the model", architecture)  # else the file could not be loaded again
     meta = {
         "architecture": architecture,
@@ -115,17 +147,11 @@ def save(
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a safetensors file, and what `save` wrote about them: nothing, where the weights are plain."""
-    if path.suffix.lower() in PICKLES:
-        raise ValueError(
-            f"{path} looks like a pickle, and loading a pickle can execute code; only safetensors files are read. "
-            "Convert a state dict that you trust, once: import torch, safetensors.torch; "
-            f'safetensors.torch.save_file(torch.load("{path.name}", weights_only=True), "{path.stem}.safetensors"). '
-            "A whole model that was pickled must be saved as a state dict first, where its code is: "
-            f'torch.save(model.state_dict(), "{path.name}")'
-        )
+    """The tensors of a file, and what `save` wrote about them: nothing, where the weights are plain."""
     if not path.is_file():
-        raise FileNotFoundError(f"no file at {path}; expected a safetensors file with a model's weights")
+        raise FileNotFoundError(f"no file at {path}; expected a safetensors file, or a .pth, with a model's weights")
+    if path.suffix.lower() in checkpoints.SUFFIXES:
+        return checkpoints.read(path), {}
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             if storage.HEADER not in (file.metadata() or {}):

@@ -1,5 +1,8 @@
-"""Models by name: timm:NAME, torchvision:NAME, and this project's own, cafe:NAME."""
+"""Models by name: timm:NAME, torchvision:NAME, this project's own, cafe:NAME, and the user's, package.module:NAME."""
 
+import copy
+import importlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +13,15 @@ from typing import Any
 
 from torch import nn
 
+from cafe_tta import plugins
+from cafe_tta._install import missing
+from cafe_tta.models import checkpoints
 from cafe_tta.models._torchvision import import_torchvision
 from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.models.preprocessing import IMAGENET, IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Preprocessing
 from cafe_tta.normalisation import batchnorm_layers
 
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
+NAMES = "timm:NAME, torchvision:NAME, cafe:NAME, or package.module:function for an nn.Module of your own"
 
 
 def build(
@@ -29,7 +35,7 @@ def build(
     library, name = _parse(architecture)
     if num_classes is not None and num_classes < 1:
         raise ValueError(f"expected `num_classes` to be at least 1, but got {num_classes}")
-    model = _LIBRARIES[library].build(name, num_classes, pretrained, size)
+    model = library.build(name, num_classes, pretrained, size)
     if pretrained and num_classes is not None and num_classes != (there := num_classes_of(model, architecture)):
         raise ValueError(
             f"the pretrained weights of {architecture} tell {there} classes apart, but `num_classes` is {num_classes}; "
@@ -41,7 +47,16 @@ def build(
 def default_preprocessing(architecture: str, model: nn.Module) -> Preprocessing:
     """The preprocessing that the library states for a model."""
     library, name = _parse(architecture)
-    return _LIBRARIES[library].preprocessing(name, model)
+    return library.preprocessing(name, model)
+
+
+def stated_classes(architecture: str, model: nn.Module, pretrained: bool) -> tuple[str, ...] | None:
+    """The names of the classes that the library states for its pretrained weights, or an own module for itself."""
+    library, name = _parse(architecture)
+    if not pretrained and library is not _USERS:
+        return None  # who knows what the weights were trained for
+    names = library.classes(name, model)
+    return tuple(names) if names and len(names) == num_classes_of(model, architecture) else None
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
@@ -52,7 +67,9 @@ def head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
 
 def num_classes_of(model: nn.Module, architecture: str) -> int:
     head, stated = head_of(model), getattr(model, "num_classes", None)
-    number = stated if isinstance(stated, int) else head[1].out_features if head else 0
+    last = next((layer for layer in reversed([*model.modules()]) if isinstance(layer, nn.Conv2d)), None)
+    ends = head[1].out_features if head else last.out_channels if last else 0  # a convolution may be the head
+    number = stated if isinstance(stated, int) else ends
     if number < 1:
         raise ValueError(f"{architecture} has no head that tells classes apart; give `num_classes`")
     return number
@@ -65,20 +82,27 @@ def is_name(spec: str | os.PathLike[str]) -> bool:
     library = spec.partition(":")[0]
     if library in _LIBRARIES and ":" in spec:
         return True
-    if Path(spec).suffix.lower() in (".safetensors", *PICKLES):
+    if Path(spec).suffix.lower() in (".safetensors", *checkpoints.SUFFIXES):
         return False
+    if plugins.exists(spec):
+        return True
     near = get_close_matches(library, _LIBRARIES, n=1) if ":" in spec else []
     hint = f"; did you mean {near[0] + ':' + spec.partition(':')[2]!r}?" if near else ""
-    raise ValueError(
-        f"no model {spec!r}{hint}; expected timm:NAME, torchvision:NAME, cafe:NAME, or the path of a safetensors file"
-    )
+    raise ValueError(f"no model {spec!r}{hint}; expected {NAMES}, or the path of a file that `cafe-tta train` made")
 
 
-def _parse(architecture: str) -> tuple[str, str]:
+def is_own(architecture: str) -> bool:
+    """Whether a name is of the user's own code: package.module:function."""
+    return architecture.partition(":")[0] not in _LIBRARIES
+
+
+def _parse(architecture: str) -> tuple["_Library", str]:
     library, colon, name = architecture.partition(":")
-    if not colon or library not in _LIBRARIES:
-        raise ValueError(f"no architecture {architecture!r}; expected timm:NAME, torchvision:NAME or cafe:NAME")
-    return library, name
+    if colon and library in _LIBRARIES:
+        return _LIBRARIES[library], name
+    if plugins.is_spec(architecture):
+        return _USERS, architecture
+    raise ValueError(f"no architecture {architecture!r}; expected {NAMES}")
 
 
 def _unknown(library: str, name: str, known: Sequence[str]) -> ValueError:
@@ -97,7 +121,7 @@ def _timm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        raise ImportError('timm is not installed; install it with: pip install "cafe-tta[models]"') from error
+        raise missing("this model", error, "models") from error
     return timm
 
 
@@ -121,6 +145,12 @@ def _timm_preprocessing(_name: str, model: nn.Module) -> Preprocessing:
     resize = None if squashed else math.floor(size / config.get("crop_pct", 0.875))
     how = _interpolation(config.get("interpolation"))
     return Preprocessing(size, config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD), resize, how)
+
+
+def _timm_classes(_name: str, model: nn.Module) -> Sequence[str] | None:
+    timm_data: Any = importlib.import_module("timm.data")
+    subset = timm_data.infer_imagenet_subset(model)
+    return timm_data.ImageNetInfo(subset).label_descriptions() if subset else None
 
 
 # torchvision
@@ -159,6 +189,11 @@ def _torchvision_preprocessing(name: str, _model: nn.Module) -> Preprocessing:
 def _interpolation(stated: Any) -> str:
     """The interpolation that a library states for a model; timm has "random" too, which is for training."""
     return str(stated) if stated in INTERPOLATIONS else "bilinear"
+
+
+def _torchvision_classes(name: str, _model: nn.Module) -> Sequence[str] | None:
+    names: Sequence[str] | None = _torchvision_weights(name).meta.get("categories")
+    return names
 
 
 # This project's own
@@ -200,8 +235,54 @@ def _build_cafe(name: str, num_classes: int | None, pretrained: bool, size: int 
     if name not in _OWN:
         raise _unknown("cafe", name, list(_OWN))
     if pretrained:
-        raise ValueError(f"cafe:{name} has no weights to download; give a safetensors file as `weights`")
+        raise ValueError(f"cafe:{name} has no weights to download; give a file as `weights`")
     return _OWN[name].make(_OWN[name].num_classes if num_classes is None else num_classes)
+
+
+# The user's own
+
+
+def _build_users(spec: str, num_classes: int | None, pretrained: bool, size: int | None) -> nn.Module:
+    """A copy of the module of that name, or what the function or class of that name makes."""
+    found = plugins.load_object(spec)
+    wanted = {"num_classes": num_classes, "pretrained": pretrained or None}
+    given = {name: value for name, value in wanted.items() if value is not None and _takes(found, name)}
+    if pretrained and "pretrained" not in given:
+        raise ValueError(
+            f"{spec} takes no `pretrained`; let it load its weights by itself, or give a file as `weights`"
+        )
+    try:
+        model = copy.deepcopy(found) if isinstance(found, nn.Module) else found(**given)
+    except Exception as error:  # whatever the user's code does
+        call = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{spec}({call}) failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected {spec} to be an nn.Module, or to return one, but got {type(model).__name__}")
+    if num_classes is not None and num_classes != (there := num_classes_of(model, spec)):
+        cure = "" if "num_classes" in given else "; let it take `num_classes` as an argument"
+        raise ValueError(f"{spec} has {there} classes, but {num_classes} are wanted{cure}")
+    return model
+
+
+def _takes(function: Any, name: str) -> bool:
+    """Whether a function or class has a parameter of that name."""
+    if isinstance(function, nn.Module) or not callable(function):
+        return False
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _users_preprocessing(spec: str, model: nn.Module) -> Preprocessing:
+    """What the module says of its images: a `preprocessing` of ours, or timm's `pretrained_cfg`."""
+    stated = getattr(model, "preprocessing", None)
+    if isinstance(stated, Preprocessing):
+        return stated
+    if getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
+        return _timm_preprocessing(spec, model)
+    raise ValueError(
+        f"{spec} does not say what its images must look like; give `image_size`, `mean` and `std`, as in training, or "
+        "the module an attribute preprocessing = cafe_tta.models.Preprocessing(size, mean, std)"
+    )
 
 
 def _make(architecture: str, pretrained: bool, make: Callable[[], nn.Module]) -> nn.Module:
@@ -214,7 +295,7 @@ def _make(architecture: str, pretrained: bool, make: Callable[[], nn.Module]) ->
         reason = str(error).strip().partition("\n")[0] or "no reason given"
         raise RuntimeError(
             f"the pretrained weights of {architecture} could not be downloaded ({type(error).__name__}: {reason}); "
-            "check the internet connection, or get the weights elsewhere and give a safetensors file as `weights`"
+            "check the internet connection, or get the weights elsewhere and give a file as `weights`"
         ) from error
 
 
@@ -224,10 +305,12 @@ class _Library:
 
     build: Callable[[str, int | None, bool, int | None], nn.Module]
     preprocessing: Callable[[str, nn.Module], Preprocessing]
+    classes: Callable[[str, nn.Module], Sequence[str] | None]
 
 
 _LIBRARIES = {
-    "timm": _Library(_build_timm, _timm_preprocessing),
-    "torchvision": _Library(_build_torchvision, _torchvision_preprocessing),
-    "cafe": _Library(_build_cafe, lambda name, model: _OWN[name].preprocessing),
+    "timm": _Library(_build_timm, _timm_preprocessing, _timm_classes),
+    "torchvision": _Library(_build_torchvision, _torchvision_preprocessing, _torchvision_classes),
+    "cafe": _Library(_build_cafe, lambda name, model: _OWN[name].preprocessing, lambda name, model: None),
 }
+_USERS = _Library(_build_users, _users_preprocessing, lambda name, model: getattr(model, "classes", None))

@@ -8,9 +8,11 @@ from torch import nn
 
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.models.files import load
+from cafe_tta.models.names import NAMES
 from cafe_tta.models.preprocessing import Preprocessing, Rgb
 from cafe_tta.options import Options, did_you_mean, option
 
+WEIGHTS_HELP = "Weights for the named model: a safetensors file, or a .pth, .pt or .ckpt that holds a state dict."
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -25,13 +27,12 @@ class ModelOptions(Options):
 
     model: str | Path = option(
         "",
-        "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made. "
-        "An nn.Module of your own is used from Python.",
+        f"The model: {NAMES}; or a file that `cafe-tta train` made.",
         panel="Model",
         required=True,
         metavar="MODEL",
     )
-    weights: Path | None = option(None, "A safetensors file of weights for the named model.", panel="Model")
+    weights: Path | None = option(None, WEIGHTS_HELP, panel="Model")
     num_classes: int | None = option(
         None, "The number of classes; by default that of the weights.", least=1, panel="Model"
     )
@@ -49,6 +50,11 @@ class ModelOptions(Options):
     )
     head: str | None = option(
         None, "Name of the linear layer that computes the logits; by default it is detected.", panel="Model"
+    )
+    classes: Path | None = option(
+        None,
+        'Names of the classes, by default the model\'s: a text file, one a line, or JSON, a list or {"0": "cat", …}.',
+        panel="Model",
     )
     device: str = option(
         "auto", f"Where the model runs: {', '.join(DEVICES)}. auto is the fastest device there is.", panel="Model"

@@ -55,6 +55,9 @@ class RunOptions(Options):
         flag="--sheet",
     )
     save_every: int = option(50, "Number of batches after which the progress is saved.", least=1)
+    limit: int | None = option(
+        None, "Answer only this many images: the first, or with shuffling, which draws them at random.", least=1
+    )
     resume: bool = option(False, "Continue a run that was stopped.", flag="--resume")
     overwrite: bool = option(False, "Replace the results of an earlier run.", flag="--overwrite")
 
@@ -102,6 +105,7 @@ class FolderRun:
             "shuffle": self.options.shuffled,
             "seed": self.options.seed,
             "images": len(imageset),
+            "limit": self.options.limit,
             "files": digest(
                 imageset.item_name(index).encode(errors="surrogateescape") for index in range(len(imageset))
             ),
@@ -111,12 +115,20 @@ class FolderRun:
         self.progress = ProgressFolder(self.output, self.settings)
         self.labels, self.why_no_labels = data.match_labels(imageset, model.classes, model.classifier.num_classes)
 
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The model's, or else those of class folders, if there is one for each of its classes."""
+        folders = self.imageset.classes if self.labels is not None else None
+        same = folders is not None and len(folders) == self.model.classifier.num_classes
+        return self.model.classes or (folders if same else None)
+
     @cached_property
     def order(self) -> Labels:
         """Which image comes when. (N,)"""
-        if not self.options.shuffled:
-            return np.arange(len(self.imageset))
-        return np.random.default_rng(self.options.seed).permutation(len(self.imageset))
+        order = np.arange(len(self.imageset))
+        if self.options.shuffled:
+            order = np.random.default_rng(self.options.seed).permutation(len(self.imageset))
+        return order[: self.options.limit]
 
     @property
     def class_by_class(self) -> bool:
@@ -127,7 +139,7 @@ class FolderRun:
     @property
     def total(self) -> int:
         """Images over all passes."""
-        return (len(self.options.phases) + self.options.sheet) * len(self.imageset)
+        return (len(self.options.phases) + self.options.sheet) * len(self.order)
 
     def finished(self) -> bool:
         """Whether the folder holds the results of this very run; raises where it holds those of another."""
@@ -154,13 +166,13 @@ class FolderRun:
         tracked = tracked_batches(self.adapter)
         position = self._pass_over(advance, stop)
         answers = self.progress.read_answers()
-        results.write_unreadable(self.output, position.unreadable)
+        results.write_unreadable(self.output, [*position.unreadable, *data.left_out(self.imageset)])
         if not len(answers):
             self.progress.clear()
-            count = len(self.imageset)
+            count = len(self.order)
             none = "the only image could not" if count == 1 else f"none of the {count} images could"
             raise ValueError(f"{none} be read; {self.output / 'unreadable.csv'} says why")
-        results.write_predictions(self.output / "predictions.csv", self.imageset, answers, self.model.classes)
+        results.write_predictions(self.output / "predictions.csv", self.imageset, answers, self.class_names)
         self.adapter.save(self.output / "state.safetensors")
         clusters = self.draw_sheet(advance) if self.options.sheet else None
         summary = self._summary(answers, position, tracked, clusters)
@@ -235,6 +247,7 @@ class FolderRun:
                 reference=self.reference,
                 labels=self.labels,
                 workers=self.workers,
+                among=None if options.limit is None else self.order,
             )
         followed = running_statistics_followed(adapter, tracked)
         remarks = _never_adapted(adapter, position) + notes(
@@ -247,7 +260,7 @@ class FolderRun:
             "mode": "online" if options.online else "offline",
             "model": self.model.architecture,
             "images": len(answers),
-            "unreadable": len(position.unreadable),
+            "unreadable": len(position.unreadable) + len(data.left_out(self.imageset)),
             "seconds": position.seconds,
             "images_per_second": len(answers) / position.seconds,
             "batches": adapter.counters.batches,

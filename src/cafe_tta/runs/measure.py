@@ -44,9 +44,13 @@ def measure(
     reference: Reference | None = None,
     labels: Labels | None = None,
     workers: int = 0,
+    among: Labels | None = None,
 ) -> Measurement:
-    """Compares the model with its adapter, in evaluation mode, on `count` images drawn at random. Nothing adapts."""
-    order = np.random.default_rng(seed).permutation(len(imageset))[:count]
+    """Compares the model with its adapter, in evaluation mode, on `count` images drawn at random. Nothing adapts.
+
+    They are drawn from the images whose indices are `among`, or from all.
+    """
+    order = np.random.default_rng(seed).permutation(len(imageset) if among is None else among)[:count]
     loader = data.Loader(imageset, model.preprocessing, adapter.config.batch_size, order=order, workers=workers)
     before, hits_before = _evaluate(model.classifier, loader, labels)
     after, hits_after = _evaluate(adapter, loader, labels)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +132,10 @@ class Service:
     def probe(self, images: Tensor) -> Tensor:
         """Logits of the published snapshot, not counted anywhere: to warm up, and to see whether it answers."""
         return _plain(self._snapshots.published.front(images).logits)
+
+    def check_state(self, folder: Path) -> str:
+        """What a start with this folder of states would go on from, in words; raises where it would fail."""
+        return self._snapshots.require_usable(folder)
 
     def observe(self, images: int, seconds: float) -> None:
         """Notes how long a request took, for the series."""

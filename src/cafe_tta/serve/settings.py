@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
+from cafe_tta.models.names import NAMES
 from cafe_tta.options import combine, describe, did_you_mean, option
 from cafe_tta.source.reference import MARGIN
 
@@ -34,8 +35,7 @@ class Settings(MethodOptions, ModelOptions):
 
     model: str | Path | None = option(  # type: ignore[assignment]
         None,
-        "The model: timm:NAME, torchvision:NAME, cafe:digits-resnet, or a file that `cafe-tta train` made; by default "
-        "the embedded digits.",
+        f"The model: {NAMES}; or a file that `cafe-tta train` made. By default the embedded digits.",
         panel=_MODEL,
         metavar="MODEL",
     )

@@ -232,8 +232,13 @@ class Store:
             yield Saved(path, tensors, meta)
 
     def _files(self) -> list[tuple[int, Path]]:
-        matches = ((_NAME.fullmatch(name), self.folder / name) for name in os.listdir(self.folder))
-        return sorted((int(match[1]), path) for match, path in matches if match)
+        return numbered_files(self.folder)
+
+
+def numbered_files(folder: Path) -> list[tuple[int, Path]]:
+    """The saved states of a folder with their numbers, the oldest first."""
+    matches = ((_NAME.fullmatch(name), folder / name) for name in os.listdir(folder))
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 @dataclass(frozen=True)
@@ -344,6 +349,21 @@ class Snapshots:
         path = self._store.write(self.good, meta)
         self._saved = now
         return path
+
+    def require_usable(self, folder: Path) -> str:
+        """What a start with this folder would go on from, in words; raises where it would fail. Locks nothing."""
+        if not folder.is_dir():
+            if folder.exists():
+                raise ValueError(f"cannot use {folder} as the folder of the state: it is a file")
+            return "a new folder"
+        for path in reversed([path for _, path in numbered_files(folder)]):
+            try:
+                tensors, meta = storage.read(path, KIND, FORMAT)
+            except (ValueError, OSError, KeyError):
+                continue  # damaged: a start would use an older one
+            self._require_ours(Saved(path, tensors, meta))
+            return f"continues with version {int(meta['version'])} of {path.name}"
+        return "nothing saved yet"
 
     def restore(self) -> Restored:
         """Publishes the newest state that is whole and fits. One of another classifier or method is an error."""

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,30 +61,54 @@ def play(
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     results: Any = context.Queue()
-    begin, stop = context.Event(), context.Event()
     processes = min(processes, len(cameras))
     parts = [[(n, c) for n, c in enumerate(cameras) if n % processes == rank] for rank in range(processes)]
-    workers = [context.Process(target=_work, args=(plan, part, results, begin, stop), daemon=True) for part in parts]
+    pipes = [context.Pipe(duplex=False) for _ in parts]
+    orders = _Orders([sender for _, sender in pipes])
+    workers = [
+        context.Process(target=_work, args=(plan, part, results, receiver), daemon=True)
+        for part, (receiver, _) in zip(parts, pipes, strict=True)
+    ]
     try:
-        for worker in workers:
+        for worker, (receiver, _) in zip(workers, pipes, strict=True):
             worker.start()
-        yield from _collect(workers, results, begin, stop, stopped, begun)
+            receiver.close()  # this process's copy of it
+        yield from _collect(workers, results, orders, stopped, begun)
     finally:
-        stop.set()
-        begin.set()
+        orders.stop()
         for worker in workers:
             if worker.pid is not None:
                 worker.join(timeout=5)
                 if worker.is_alive():
-                    worker.terminate()
+                    worker.kill()
                     worker.join()
+
+
+class _Orders:
+    """What the processes are told: to begin, and to stop. Nobody waits for one that is gone, as an Event would."""
+
+    def __init__(self, senders: Sequence[Any]) -> None:
+        self._senders = senders
+        self.stopped = False
+
+    def begin(self) -> None:
+        self._tell("begin")
+
+    def stop(self) -> None:
+        if not self.stopped:
+            self._tell("stop")
+        self.stopped = True
+
+    def _tell(self, word: str) -> None:
+        for sender in self._senders:
+            with suppress(OSError):  # it is gone
+                sender.send(word)
 
 
 def _collect(
     workers: Sequence[Any],
     results: Any,
-    begin: Any,
-    stop: Any,
+    orders: _Orders,
     stopped: Callable[[], bool],
     begun: Callable[[], None],
 ) -> Iterator[Record]:
@@ -91,15 +116,14 @@ def _collect(
     deadline = time.monotonic() + START_WITHIN
     while playing:
         if stopped():
-            stop.set()
-            begin.set()
+            orders.stop()
         try:
             message = results.get(timeout=0.2)
         except queue.Empty:
             dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
-            if stop.is_set() and all(worker.exitcode is not None for worker in workers):
+            if orders.stopped and all(worker.exitcode is not None for worker in workers):
                 return  # a signal to the whole group ended them before they could report it
-            if dead and not stop.is_set():
+            if dead and not orders.stopped:
                 raise RuntimeError(f"a process of the simulation ended by itself, with code {dead[0]}") from None
             if loading and time.monotonic() > deadline:
                 raise RuntimeError(f"the processes did not start within {START_WITHIN:.0f} s") from None
@@ -108,7 +132,7 @@ def _collect(
             loading -= 1
             if not loading:
                 begun()
-                begin.set()  # all clocks start together
+                orders.begin()  # all clocks start together
         elif message == "end":
             playing -= 1
         elif isinstance(message, str):
@@ -117,9 +141,12 @@ def _collect(
             yield from message
 
 
-def _work(plan: Plan, cameras: list[tuple[int, Camera]], results: Any, begin: Any, stop: Any) -> None:
+def _work(plan: Plan, cameras: list[tuple[int, Camera]], results: Any, orders: Any) -> None:
     """One process: a thread for each of its cameras, which mostly wait."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which sets `stop`
+    for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: for the parent, which then says stop
+        signal.signal(number, signal.SIG_IGN)
+    begin, stop = threading.Event(), threading.Event()
+    threading.Thread(target=_listen, args=(orders, begin, stop), daemon=True).start()
     try:
         images = Images(plan.images)
         results.put("ready")
@@ -135,6 +162,18 @@ def _work(plan: Plan, cameras: list[tuple[int, Camera]], results: Any, begin: An
         results.put("end")
     except Exception as error:
         results.put(f"a process of the simulation failed: {type(error).__name__}: {error}")
+
+
+def _listen(orders: Any, begin: threading.Event, stop: threading.Event) -> None:
+    """Waits for orders; where the parent is gone, it is time to stop."""
+    word = "begin"
+    while word == "begin":
+        try:
+            word = orders.recv()
+        except (EOFError, OSError):
+            word = "stop"
+        (stop if word == "stop" else begin).set()
+    begin.set()
 
 
 class _Outbox:
@@ -159,7 +198,9 @@ class _Outbox:
             self._waiting, self._sent = [], time.monotonic()
 
 
-def _camera(plan: Plan, number: int, camera: Camera, images: Images, start: float, stop: Any, outbox: _Outbox) -> None:
+def _camera(
+    plan: Plan, number: int, camera: Camera, images: Images, start: float, stop: threading.Event, outbox: _Outbox
+) -> None:
     client = Client(plan.url, plan.token, wait=stop.wait)
     for shot in shots(
         camera,

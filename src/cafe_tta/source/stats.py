@@ -22,7 +22,7 @@ from cafe_tta.models import Preprocessing
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.source.images import ImageRecord, SourceWarning, TrainingCheck, few_images
 from cafe_tta.source.reference import calibrate
-from cafe_tta.source.value import Content, MadeOfImages, SourceValue, images_of
+from cafe_tta.source.value import Content, MadeOfImages, SourceValue, images_of, require_batches
 from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
 FORMAT_VERSION = 1
@@ -70,14 +70,16 @@ class FeatureStats(MadeOfImages):
         loader: Iterable[Any],
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
+        key: str | None = None,
     ) -> "FeatureStats":
-        """One streaming pass over source images (tensors, or tuples that begin with one), in evaluation mode.
+        """One streaming pass over source images, in evaluation mode.
 
-        Memory is O(D²), however many images there are, and the classifier is left as it was. `preprocessing`, of the
-        images that the loader gives, and the names of the `classes` are kept with the statistics: commands then read
-        test images in the same way.
+        Batches are tensors, tuples that begin with one, or dictionaries that have one under `key` (or, without it,
+        under `image`, `images`, `pixel_values` or `img`). Memory is O(D²), however many images there are, and the
+        classifier is left as it was. `preprocessing`, of the images that the loader gives, and the names of the
+        `classes` are kept with the statistics: commands then read test images in the same way.
         """
-        stats = FeatureStats.fit_part(classifier, loader, 0, preprocessing, classes)
+        stats = FeatureStats.fit_part(classifier, loader, 0, preprocessing, classes, key)
         if stats is None:
             raise ValueError("expected at least one source image, but the loader was empty")
         return stats
@@ -89,19 +91,21 @@ class FeatureStats(MadeOfImages):
         start: int = 0,
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
+        key: str | None = None,
     ) -> "FeatureStats | None":
         """Like `fit`, for the part of the source images that begins at image `start`; None if the part is empty.
 
         Merged parts have the same reservoir sample as the whole.
         """
         require_classifier(classifier)
+        require_batches(loader)
         sums, styles = FeatureSums(start), FeatureSums(start)
         weights = next(classifier.parameters())
         record = ImageRecord(preprocessing, None if classes is None else tuple(classes))
         check = TrainingCheck(classifier)
         with torch.no_grad(), evaluating(classifier), check.watching():
             for number, batch in enumerate(loader):
-                images = images_of(batch).to(weights)
+                images = images_of(batch, key).to(weights)
                 record = record.seen(images)
                 features = classifier.backbone(images)  # (B, D)
                 if not torch.isfinite(features).all():

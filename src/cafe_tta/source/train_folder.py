@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cafe_tta import models, storage
 from cafe_tta.classifier import SplitClassifier
-from cafe_tta.data import Advance, ImageSet, Labels, Loader, Unreadable, match_labels
+from cafe_tta.data import Advance, ImageSet, Labels, Loader, Unreadable, left_out, match_labels
 from cafe_tta.data import load as load_images
 from cafe_tta.models import Model, ModelOptions
 from cafe_tta.source.train import TrainConfig, epochs_done, train
@@ -65,7 +65,8 @@ class TrainingRun:
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, as the report has it."""
         model = {key: value for key, value in asdict(self.model).items() if key not in ("num_classes", "device")}
-        model |= {"model": str(model["model"]), "weights": model["weights"] and str(model["weights"])}
+        model |= {"model": str(model["model"])}
+        model |= {key: model[key] and str(model[key]) for key in ("weights", "classes")}
         model |= {key: model[key] and ",".join(map(str, model[key])) for key in ("mean", "std")}
         return {"data": self.data, "test": self.test, **model, "new_head": self.new_head, **asdict(self.config)}
 
@@ -101,7 +102,7 @@ class TrainingRun:
             labels = _all_labels(imageset, classes, model.classifier.num_classes)
             loader = Loader(imageset, model.preprocessing, labels=labels, workers=workers, advance=advance)
             images, targets = _read_all(loader)
-        on_unreadable(loader.unreadable)
+        on_unreadable([*loader.unreadable, *left_out(imageset)])
         self.output.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         with progress("training", self.config.total_epochs) as advance:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias
 
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier
@@ -15,6 +16,8 @@ from cafe_tta.models import Preprocessing
 from cafe_tta.source.images import ImageRecord
 
 Content: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # of a file: tensors, and metadata for JSON
+
+IMAGE_KEYS = ("image", "images", "pixel_values", "img")  # what loaders of dictionaries call them
 
 
 class MadeOfImages(Displayed):
@@ -115,13 +118,40 @@ class SourceData(SourceValue):
 
 def require_rereadable(loader: Any, why: str) -> None:
     """Raises where a loader can be read only once."""
+    require_batches(loader)
     if not isinstance(loader, Iterable) or iter(loader) is loader:
         raise TypeError(f"expected a loader that can be read more than once, but got {type(loader).__name__}; {why}")
 
 
-def images_of(batch: Any) -> Tensor:
-    """The images of a loader's batch: the batch itself, or the first entry of a tuple such as (images, labels)."""
+def require_batches(loader: Any) -> None:
+    """Raises where a loader would give single images instead of batches."""
+    if isinstance(loader, Tensor):
+        shape = tuple(loader.shape)
+        raise TypeError(f"expected a loader of batches, but got one tensor of shape {shape}; pass images.split(256)")
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"expected a loader of batches, but got a data set ({type(loader).__name__}), which gives single images; "
+            "pass torch.utils.data.DataLoader(dataset, batch_size=256)"
+        )
+
+
+def images_of(batch: Any, key: str | None = None) -> Tensor:
+    """The images of a loader's batch: the batch itself, the first entry of a tuple, or of a dictionary its `key`.
+
+    >>> import torch
+    >>> images_of({"pixel_values": torch.zeros(8, 3, 32, 32), "labels": torch.zeros(8)}).shape
+    torch.Size([8, 3, 32, 32])
+    """
     images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(batch, Mapping):
+        found = next((name for name in ((key,) if key else IMAGE_KEYS) if name in batch), None)
+        if found is None:
+            wanted, there = key or ", ".join(IMAGE_KEYS), ", ".join(map(str, batch))
+            raise TypeError(
+                f"expected images under {wanted}, but the batches have {there}; "
+                'say which: FeatureStats.fit(classifier, loader, key="...")'
+            )
+        images = batch[found]
     if not isinstance(images, Tensor):
         raise TypeError(f"expected batches of tensors or of (images, labels), but got {type(images).__name__}")
     if not images.is_floating_point():

@@ -39,9 +39,9 @@ class Report(Displayed):
         return shlex.join(["cafe-tta", "report", *map(str, self.paths), *([] if self.with_paper else ["--no-paper"])])
 
 
-def make(paths: Sequence[str | Path], with_paper: bool = True) -> Report:
+def make(paths: str | Path | Sequence[str | Path], with_paper: bool = True) -> Report:
     """Reads the records of folders or files, checks that they can be compared, and makes the tables that they fill."""
-    files = tuple(map(Path, paths))
+    files = (Path(paths),) if isinstance(paths, (str, Path)) else tuple(map(Path, paths))
     records, notes = collect(files)
     tables = [
         *accuracy_tables(records, with_paper),
@@ -67,13 +67,13 @@ def drawings(report: Report) -> list[Drawing]:
     ]
 
 
-def write(report: Report, output: Path | None = None) -> list[Path]:
+def write(report: Report, output: str | Path | None = None) -> list[Path]:
     """Writes tables, figures and the page to `output`, or to the folder `report` beside the first records.
 
     Files of an earlier report with the same names are replaced.
     """
     first = report.paths[0]
-    output = output or (first if first.is_dir() else first.parent) / "report"
+    output = Path(output) if output else (first if first.is_dir() else first.parent) / "report"
     drawn = drawings(report)
     files = {
         "tables.md": to_markdown(report.tables, report.notes),
