@@ -52,6 +52,7 @@ def make_source(network: nn.Module) -> SimpleNamespace:
             "stats": stats.group(num_groups=3, seed=0),
             "histograms": cafe.SourceHistograms.fit(classifier, loader),
             "posterior": posterior,
+            "fisher": cafe.FisherInformation.fit(classifier, loader),
             "data": loader,
         },
         corrupted=images[:48] * 1.7 + 0.4,

@@ -97,6 +97,7 @@ class Adapter(nn.Module):
     needs: ClassVar[str | None] = None  # from the source domain: None, or a key of `cafe_tta.source.SOURCES`
     adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
+    in_tables: ClassVar[bool] = True  # False: benchmarks and the demo run it only where it is named
     remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}

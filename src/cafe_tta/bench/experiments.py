@@ -285,7 +285,7 @@ def _parse(name: str, settings: Iterable[str]) -> dict[str, Any]:
 
 
 def _rivals() -> list[str]:
-    return [name for name, kind in METHODS.items() if kind.needs != "data"]
+    return [name for name, kind in METHODS.items() if kind.in_tables and kind.needs != "data"]
 
 
 def _named(name: str, known: Mapping[str, Any], what: str) -> Any:

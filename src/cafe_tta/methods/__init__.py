@@ -17,9 +17,21 @@ from cafe_tta.methods.cafe_plus import CAFePlus as CAFePlus
 from cafe_tta.methods.cafe_plus import CAFePlusConfig as CAFePlusConfig
 from cafe_tta.methods.dann import DANN as DANN
 from cafe_tta.methods.dann import DANNConfig as DANNConfig
+from cafe_tta.methods.deyo import DeYO as DeYO
+from cafe_tta.methods.deyo import DeYOConfig as DeYOConfig
+from cafe_tta.methods.eata import EATA as EATA
+from cafe_tta.methods.eata import EATAConfig as EATAConfig
+from cafe_tta.methods.eta import ETA as ETA
+from cafe_tta.methods.eta import ETAConfig as ETAConfig
 from cafe_tta.methods.fr import FR as FR
 from cafe_tta.methods.fr import FRConfig as FRConfig
 from cafe_tta.methods.infomax import Infomax as Infomax
+from cafe_tta.methods.rdumb import RDumb as RDumb
+from cafe_tta.methods.rdumb import RDumbConfig as RDumbConfig
+from cafe_tta.methods.roid import ROID as ROID
+from cafe_tta.methods.roid import ROIDConfig as ROIDConfig
+from cafe_tta.methods.sar import SAR as SAR
+from cafe_tta.methods.sar import SARConfig as SARConfig
 from cafe_tta.methods.source import SourceOnly as SourceOnly
 from cafe_tta.methods.t3a import T3A as T3A
 from cafe_tta.methods.t3a import T3AConfig as T3AConfig
@@ -43,6 +55,12 @@ METHODS: dict[str, type[Adapter]] = {
     "cafe-plus": CAFePlus,
     "unmix": Unmix,
     "dann": DANN,
+    "eta": ETA,
+    "eata": EATA,
+    "rdumb": RDumb,
+    "sar": SAR,
+    "deyo": DeYO,
+    "roid": ROID,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from cafe_tta import storage
 from cafe_tta.options import require_known
+from cafe_tta.source.fisher import FisherInformation as FisherInformation
 from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
 from cafe_tta.source.reference import Reference as Reference
 from cafe_tta.source.stats import FeatureStats as FeatureStats
@@ -19,7 +20,7 @@ from cafe_tta.source.value import SourceData as SourceData
 from cafe_tta.source.value import SourceValue as SourceValue
 
 SOURCES: dict[str, type[SourceValue]] = {
-    value.kind: value for value in (SourceStats, SourceHistograms, Posterior, SourceData)
+    value.kind: value for value in (SourceStats, SourceHistograms, Posterior, FisherInformation, SourceData)
 }
 
 
