@@ -101,7 +101,7 @@ def entropies(logits):
 
 
 def cosine(a, b):
-    return float((a @ b) / (a.norm() * b.norm()))
+    return ((a @ b) / (a.norm() * b.norm())).item()
 
 
 def eta_loss(plain, logits, mean, threshold, epsilon):
@@ -477,3 +477,280 @@ def test_come_is_an_option_of_the_entropy_methods(name, sharp):
     for adapter in (plain, come):
         adapter(sharp.batches[0])
     assert come.report.stepped and come.report.loss != plain.report.loss
+
+
+# ROID's relatives, and methods without gradient steps
+
+
+def test_cmf(sharp, monkeypatch):
+    from cafe_tta.augmentation import Augmentation
+
+    monkeypatch.setattr(Augmentation, "__call__", lambda self, images, generator: images.flip(3) * 0.8)
+    adapter = cafe.create("cmf", sharp.classifier, lr=0.02, noise=100.0, source_share=0.1, keep=0.8)
+    plain, mean = Plain(sharp.classifier), torch.full((4,), 0.25, dtype=torch.float64)
+    hidden, v = [s.clone() for s in plain.start], 0.0
+    q = 100.0 * 36 / 38400  # 36 weights and biases
+    for images in sharp.batches:
+        answer = adapter(images)
+        logits, gradients, mean = roid_step(plain, images, mean, 24, lambda x: x.flip(3) * 0.8)
+        torch.testing.assert_close(answer.log_softmax(1), corrected_by_prior(logits, False))
+        plain.sgd(gradients, 0.02)
+        hidden = [0.9 * h + 0.1 * s for h, s in zip(hidden, plain.start, strict=True)]
+        v = 0.81 * v + q
+        gain = max((1 - q) / (v + 1 - q), 0.89)
+        v = gain * v
+        assert adapter.report.notes["gain"] == pytest.approx(gain) and gain < 1
+        with torch.no_grad():
+            hidden = [gain * h + (1 - gain) * p for h, p in zip(hidden, plain.moving, strict=True)]
+            for p, h in zip(plain.moving, hidden, strict=True):
+                p.copy_(0.8 * p + 0.2 * h)
+    assert_same(adapter, plain)
+    torch.testing.assert_close(list(adapter.second().values()), [h.detach() for h in hidden])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gains", "limit"),
+    [(17_952, (0.99766, 0.99539, 0.99318), 0.96115), (53_120, (0.99308, 0.98644, 0.98015), 0.9283)],
+)
+def test_gains_of_cmf_are_the_published_ones(parameters, gains, limit, monkeypatch, sharp):
+    """Of a WRN-28-10 and a ResNet-50."""
+    adapter = cafe.create("cmf", sharp.classifier)
+    monkeypatch.setattr(adapter, "_step_noise", lambda: 0.005 * parameters / 38_400)
+    found = []
+    for _ in range(200):
+        adapter.after_step()
+        found.append(adapter.notes["gain"])
+    assert found[:3] == pytest.approx(gains, abs=1e-5) and found[-1] == pytest.approx(limit, abs=2e-5)
+    with pytest.raises(ValueError, match="cmf's filter needs q below 1, but 2000 for each 38400 parameters makes 1.88"):
+        cafe.create("cmf", sharp.classifier, noise=2000.0)
+
+
+def test_zerosiam(sharp):
+    adapter = cafe.create("zerosiam", sharp.classifier, lr=0.02, predictor_lr=0.05)
+    plain, w = Plain(sharp.classifier), torch.eye(12, dtype=torch.float64, requires_grad=True)
+    plain.moving.append(w)
+    plain.start.append(w.detach().clone())
+    plain.memory.append(torch.zeros_like(w))
+    for images in sharp.batches:
+        answer = adapter(images)
+        features = plain.network[:-1](images)
+        head = plain.network[-1]
+        fixed = head(features).detach()
+        torch.testing.assert_close(answer, fixed)
+        total = 0
+        for f, z in zip(features, fixed, strict=True):
+            r, o = z.softmax(0), (head.weight @ (w @ f) + head.bias).softmax(0)
+            total = total - sum(o * o.log()) + sum(r * (r / o).log()) + sum(o * (o / r).log())
+        gradients = plain.gradients(total / len(images))
+        gradients = [*(g * 0.02 for g in gradients[:-1]), gradients[-1] * 0.05]  # the rates, before the momentum
+        plain.sgd(gradients, 1.0)
+    assert_same(adapter, plain)
+
+
+def test_zerosiam_begins_as_tent(sharp):
+    """With the identity as predictor, both divergences have no gradient: the first step is Tent's."""
+    ours = cafe.create("zerosiam", sharp.classifier, lr=0.02)
+    tent = cafe.create("tent", sharp.classifier, lr=0.02, momentum=0.9)
+    for adapter in (ours, tent):
+        adapter(sharp.batches[0])
+    torch.testing.assert_close(ours.moving()[:-1], tent.moving())
+
+
+def mixture_by_loops(network, images, components, rate):
+    """UnMix-TNS image by image: the answers, and the components after the batch."""
+    answers, moves = [], [[] for _ in components]
+    for image in images:
+        x, number = image[None], 0
+        for layer in network:
+            if not isinstance(layer, nn.BatchNorm2d):
+                x = layer(x)
+                continue
+            mu, var = components[number]
+            m, s2 = x[0].mean((1, 2)), x[0].var((1, 2), correction=0)
+            pi = torch.tensor([cosine(m, k) / 0.07 for k in mu], dtype=torch.float64).softmax(0)
+            mus = [(1 - p) * k + p * m for p, k in zip(pi, mu, strict=True)]
+            variances = [(1 - p) * v + p * s2 for p, v in zip(pi, var, strict=True)]
+            mean = sum(mus) / len(mus)
+            total = sum(variances) / len(mus) + sum(k**2 for k in mus) / len(mus) - mean**2
+            shape = (1, -1, 1, 1)
+            x = (x - mean.view(shape)) / (total.view(shape) + layer.eps).sqrt()
+            x = x * layer.weight.view(shape) + layer.bias.view(shape)
+            moves[number].append((pi, m, s2))
+            number += 1
+        answers.append(x[0])
+    after = []
+    for (mu, var), moved in zip(components, moves, strict=True):
+        new_mu = [k + rate * sum(pi[j] * (m - k) for pi, m, _ in moved) / len(moved) for j, k in enumerate(mu)]
+        new_var = [v + rate * sum(pi[j] * (s2 - v) for pi, _, s2 in moved) / len(moved) for j, v in enumerate(var)]
+        after.append((torch.stack(new_mu), torch.stack(new_var)))
+    return torch.stack(answers).detach(), [(a.detach(), b.detach()) for a, b in after]
+
+
+def test_unmix_tns(sharp):
+    if not sharp.batchnorm:
+        with pytest.raises(ValueError, match="unmix-tns replaces the statistics of BatchNorm layers"):
+            cafe.create("unmix-tns", sharp.classifier)
+        with pytest.raises(ValueError, match="normalisation='unmix-tns' needs BatchNorm layers"):
+            cafe.create("tent", sharp.classifier, normalisation="unmix-tns")
+        return
+    adapter = cafe.create("unmix-tns", sharp.classifier, components=3, batch_size=30)
+    network = copy.deepcopy(sharp.classifier.backbone.model)
+    network[-1] = sharp.classifier.head
+    memory = adapter.normaliser.memory
+    components = [(memory[f"means.{i}"].clone(), memory[f"vars.{i}"].clone()) for i in range(2)]
+    for images in (sharp.batches[0], sharp.batches[1][:7]):  # the last one shorter
+        rate = 1 - 0.9 ** (len(images) / 30)
+        expected, components = mixture_by_loops(network.eval(), images, components, rate)
+        torch.testing.assert_close(adapter(images), expected)
+    memory = adapter.normaliser.memory
+    for i, (means, variances) in enumerate(components):
+        torch.testing.assert_close(memory[f"means.{i}"], means)
+        torch.testing.assert_close(memory[f"vars.{i}"], variances)
+    torch.testing.assert_close(adapter.predict(images), mixture_by_loops(network, images, components, 0.0)[0])
+
+
+def test_components_have_the_variance_of_the_source_together(make_network):
+    from cafe_tta.mixture import Mixture
+
+    layer = nn.BatchNorm2d(2)
+    layer.running_mean.copy_(torch.tensor([3.0, -1.0]))
+    layer.running_var.copy_(torch.tensor([4.0, 0.25]))
+    means, variances = Mixture([layer], 100_000, 64).memory.values()
+    torch.testing.assert_close(means.mean(0), layer.running_mean.double(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(means.var(0) + variances.mean(0), layer.running_var.double(), rtol=0.02, atol=0)
+    (means, variances) = Mixture([layer], 1, 64).memory.values()  # one component is the source
+    torch.testing.assert_close([means[0], variances[0]], [layer.running_mean.double(), layer.running_var.double()])
+
+
+def test_a_gradient_flows_through_the_statistics_of_an_image(sharp):
+    """By finite differences, with the shares held fixed, as published."""
+    from cafe_tta.mixture import Mixture
+
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(2).double()
+    mixture = Mixture([layer], 2, 64)
+    x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    flat = Mixture([layer], 1, 64)  # with one component, its share is 1 whatever the image
+    assert torch.autograd.gradcheck(lambda t: flat.normalised(layer, 0, t), x)
+    (gradient,) = torch.autograd.grad(mixture.normalised(layer, 0, x)[0].square().sum(), x)
+    assert gradient[0].abs().max() > 1e-3 and gradient[1].abs().max() == 0
+
+
+def lame_by_loops(features, probabilities, kernel, rounds=300):
+    y = probabilities.clone()
+    for _ in range(rounds):
+        y = torch.stack([
+            (torch.log(probabilities[i] + 1e-10) + sum(kernel[i][j] * y[j] for j in range(len(y)))).softmax(0)
+            for i in range(len(y))
+        ])  # fmt: skip
+    return y
+
+
+@pytest.mark.parametrize("affinity", ["rbf", "knn", "linear"])
+def test_lame(sharp, affinity):
+    adapter = cafe.create("lame", sharp.classifier, affinity=affinity, neighbours=3, weight=0.3)
+    images = sharp.batches[0][:8]
+    features, logits = sharp.classifier.features_and_logits(images)
+    f = [row / row.norm() for row in features.detach()]
+    distance = [[float((a - b).norm()) for b in f] for a in f]
+    if affinity == "rbf":
+        sigma = sum(sorted(row)[2] for row in distance) / 8  # itself included
+        kernel = [[0.3 * math.exp(-(d**2) / (2 * sigma**2)) for d in row] for row in distance]
+    elif affinity == "knn":
+        nearest = [sorted((d, j) for j, d in enumerate(row) if j != i)[:3] for i, row in enumerate(distance)]
+        kernel = [[0.3 * any(j == other for _, other in row) for j in range(8)] for row in nearest]
+    else:
+        kernel = [[0.3 * float(a @ b) for b in f] for a in f]
+    expected = lame_by_loops(f, logits.detach().softmax(1), kernel)
+    torch.testing.assert_close(adapter(images).exp(), expected, rtol=1e-3, atol=1e-4)
+    assert adapter.report.stepped and adapter.report.notes["iterations"] > 2
+    assert torch.equal(adapter.predict(images), adapter(images))
+
+
+def test_lame_leaves_what_has_no_neighbours(sharp):
+    adapter = cafe.create("lame", sharp.classifier)
+    image = sharp.batches[0][:1]
+    torch.testing.assert_close(adapter(image), sharp.classifier(image).detach())
+    assert adapter.report.reason == "a single image has no neighbours to agree with" and not adapter.report.stepped
+    same = adapter(image.repeat(4, 1, 1, 1))
+    assert torch.isfinite(same).all() and (same.argmax(1) == sharp.classifier(image).argmax()).all()
+    free = cafe.create("lame", sharp.classifier, weight=0.0)
+    expected = sharp.classifier(sharp.batches[0]).log_softmax(1).detach()
+    torch.testing.assert_close(free(sharp.batches[0]), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_neo(sharp, momentum):
+    adapter = cafe.create("neo", sharp.classifier, momentum=momentum)
+    first, second = sharp.batches[0], sharp.batches[1][:6]
+    features = [sharp.classifier.backbone(images).detach() for images in (first, second)]
+    means = [features[0].mean(0), torch.cat(features).mean(0)]
+    if momentum is not None:
+        means[1] = 0.7 * means[0] + 0.3 * features[1].mean(0)
+    head = sharp.classifier.head
+    for images, f, mean in zip((first, second), features, means, strict=True):
+        torch.testing.assert_close(adapter(images), ((f - mean) @ head.weight.T + head.bias).detach())
+    torch.testing.assert_close(adapter.predict(first), ((features[0] - means[1]) @ head.weight.T + head.bias).detach())
+    adapter.reset()
+    torch.testing.assert_close(adapter(first[:1]), sharp.classifier(first[:1]).detach())  # its mean is itself
+
+
+# Augmentation
+
+
+def test_augmentation_is_that_of_pixels_whatever_the_normalisation():
+    from cafe_tta.augmentation import Augmentation
+
+    pixels = torch.rand(4, 3, 12, 16, dtype=torch.float64)
+    pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0.0, 1.0  # black and white are there
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+    shape = (1, 3, 1, 1)
+    normal = (pixels - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+
+    def made(augmentation, images):
+        return augmentation(images, torch.Generator().manual_seed(5))
+
+    expected = made(Augmentation((0.0,) * 3, (1.0,) * 3), pixels)
+    assert expected.min() >= 0 and expected.max() <= 1 and (expected - pixels).abs().max() > 0.1
+    for found in (made(Augmentation(mean, std), normal), made(Augmentation(), normal)):
+        back = found * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
+        torch.testing.assert_close(back, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="expected `pixel_mean` and `pixel_std` of 3 channels, but got 1 and 1"):
+        made(Augmentation((0.5,), (0.5,)), normal)
+    with pytest.raises(ValueError, match=r"expected images \(batch, channels, height, width\) to augment"):
+        made(Augmentation(), normal.flatten(1))
+    with pytest.raises(ValueError, match="expected `pixel_mean` and `pixel_std` together, but got one of them"):
+        cafe.ROIDConfig(pixel_mean=(0.5,))
+
+
+def test_parts_of_the_augmentation():
+    """Colours against the standard library; geometry by images whose turn is known."""
+    import colorsys
+
+    from cafe_tta import augmentation
+
+    pixels = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    shifted = augmentation.shifted_hue(pixels, 0.21)
+    rows = [image.movedim(1, 3).reshape(-1, 3).tolist() for image in (pixels, shifted)]
+    for before, after in zip(*rows, strict=True):
+        h, s, v = colorsys.rgb_to_hsv(*before)
+        assert after == pytest.approx(colorsys.hsv_to_rgb((h + 0.21) % 1, s, v))
+    flat = torch.full((1, 3, 9, 9), 0.25)
+    torch.testing.assert_close(augmentation._blurred(flat, 0.4), flat[:, :, 2:-2, 2:-2])
+    dot = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    dot[0, 0, 2, 2] = 1
+    weights = [math.exp(-0.5 * (i / 0.8) ** 2) for i in (-2, -1, 0, 1, 2)]
+    assert augmentation._blurred(dot, 0.8).item() == pytest.approx((weights[2] / sum(weights)) ** 2)
+    # A map that rises along x and y stays such a map when it is turned, shifted and zoomed: only its slopes change.
+    y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
+    slope = torch.stack([0.01 * x, 0.01 * y, torch.full_like(x, 0.5)])[None].double()
+    made = augmentation.Augmentation(edges="border", blur=False, noise=0.0)
+    moved = made._moved(slope, torch.Generator().manual_seed(1))
+    inside = moved[0, :, 12:20, 12:20]
+    along, down = inside.diff(dim=2)[:2].mean((1, 2)) * 100, inside.diff(dim=1)[:2].mean((1, 2)) * 100
+    turn = torch.stack([along, down], 1)  # x' and y' for a step along x and along y
+    zoom = turn.det().sqrt()
+    assert 1 / 1.1 <= zoom <= 1 / 0.9
+    torch.testing.assert_close(turn @ turn.T, zoom**2 * torch.eye(2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    assert abs(math.degrees(math.asin(float(turn[1, 0] / zoom)))) <= 15 and abs(float(turn[1, 0])) > 1e-3
+    assert inside[2].std() < 1e-9

@@ -18,11 +18,14 @@ from cafe_tta.gradient import GradientAdapter as GradientAdapter
 from cafe_tta.gradient import NothingToLearn as NothingToLearn
 from cafe_tta.gradient import StepConfig as StepConfig
 from cafe_tta.methods import BACS as BACS
+from cafe_tta.methods import CMF as CMF
 from cafe_tta.methods import DANN as DANN
 from cafe_tta.methods import EATA as EATA
 from cafe_tta.methods import ETA as ETA
 from cafe_tta.methods import FR as FR
+from cafe_tta.methods import LAME as LAME
 from cafe_tta.methods import METHODS as METHODS
+from cafe_tta.methods import NEO as NEO
 from cafe_tta.methods import ROID as ROID
 from cafe_tta.methods import SAR as SAR
 from cafe_tta.methods import T3A as T3A
@@ -35,6 +38,7 @@ from cafe_tta.methods import CAFeDimwise as CAFeDimwise
 from cafe_tta.methods import CAFeNoInfomax as CAFeNoInfomax
 from cafe_tta.methods import CAFePlus as CAFePlus
 from cafe_tta.methods import CAFePlusConfig as CAFePlusConfig
+from cafe_tta.methods import CMFConfig as CMFConfig
 from cafe_tta.methods import DANNConfig as DANNConfig
 from cafe_tta.methods import DeYO as DeYO
 from cafe_tta.methods import DeYOConfig as DeYOConfig
@@ -42,6 +46,8 @@ from cafe_tta.methods import EATAConfig as EATAConfig
 from cafe_tta.methods import ETAConfig as ETAConfig
 from cafe_tta.methods import FRConfig as FRConfig
 from cafe_tta.methods import Infomax as Infomax
+from cafe_tta.methods import LAMEConfig as LAMEConfig
+from cafe_tta.methods import NEOConfig as NEOConfig
 from cafe_tta.methods import RDumb as RDumb
 from cafe_tta.methods import RDumbConfig as RDumbConfig
 from cafe_tta.methods import ROIDConfig as ROIDConfig
@@ -52,6 +58,10 @@ from cafe_tta.methods import Tent as Tent
 from cafe_tta.methods import TentConfig as TentConfig
 from cafe_tta.methods import Unmix as Unmix
 from cafe_tta.methods import UnmixConfig as UnmixConfig
+from cafe_tta.methods import UnMixTNS as UnMixTNS
+from cafe_tta.methods import UnMixTNSConfig as UnMixTNSConfig
+from cafe_tta.methods import ZeroSiam as ZeroSiam
+from cafe_tta.methods import ZeroSiamConfig as ZeroSiamConfig
 from cafe_tta.methods import create as create
 from cafe_tta.source import SOURCES as SOURCES
 from cafe_tta.source import FeatureStats as FeatureStats

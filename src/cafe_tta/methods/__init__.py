@@ -15,6 +15,8 @@ from cafe_tta.methods.cafe_dimwise import CAFeDimwise as CAFeDimwise
 from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax as CAFeNoInfomax
 from cafe_tta.methods.cafe_plus import CAFePlus as CAFePlus
 from cafe_tta.methods.cafe_plus import CAFePlusConfig as CAFePlusConfig
+from cafe_tta.methods.cmf import CMF as CMF
+from cafe_tta.methods.cmf import CMFConfig as CMFConfig
 from cafe_tta.methods.dann import DANN as DANN
 from cafe_tta.methods.dann import DANNConfig as DANNConfig
 from cafe_tta.methods.deyo import DeYO as DeYO
@@ -26,6 +28,10 @@ from cafe_tta.methods.eta import ETAConfig as ETAConfig
 from cafe_tta.methods.fr import FR as FR
 from cafe_tta.methods.fr import FRConfig as FRConfig
 from cafe_tta.methods.infomax import Infomax as Infomax
+from cafe_tta.methods.lame import LAME as LAME
+from cafe_tta.methods.lame import LAMEConfig as LAMEConfig
+from cafe_tta.methods.neo import NEO as NEO
+from cafe_tta.methods.neo import NEOConfig as NEOConfig
 from cafe_tta.methods.rdumb import RDumb as RDumb
 from cafe_tta.methods.rdumb import RDumbConfig as RDumbConfig
 from cafe_tta.methods.roid import ROID as ROID
@@ -39,6 +45,10 @@ from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
+from cafe_tta.methods.unmix_tns import UnMixTNS as UnMixTNS
+from cafe_tta.methods.unmix_tns import UnMixTNSConfig as UnMixTNSConfig
+from cafe_tta.methods.zerosiam import ZeroSiam as ZeroSiam
+from cafe_tta.methods.zerosiam import ZeroSiamConfig as ZeroSiamConfig
 from cafe_tta.options import describe, did_you_mean, require_known
 
 METHODS: dict[str, type[Adapter]] = {
@@ -61,6 +71,11 @@ METHODS: dict[str, type[Adapter]] = {
     "sar": SAR,
     "deyo": DeYO,
     "roid": ROID,
+    "cmf": CMF,
+    "unmix-tns": UnMixTNS,
+    "zerosiam": ZeroSiam,
+    "lame": LAME,
+    "neo": NEO,
 }
 
 
