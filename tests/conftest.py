@@ -52,6 +52,8 @@ def make_source(network: nn.Module) -> SimpleNamespace:
             "stats": stats.group(num_groups=3, seed=0),
             "histograms": cafe.SourceHistograms.fit(classifier, loader),
             "posterior": posterior,
+            "activations": cafe.ActivationStats.fit(classifier, loader),
+            "class-moments": cafe.ClassMoments.fit(classifier, loader),
             "fisher": cafe.FisherInformation.fit(classifier, loader),
             "data": loader,
         },

@@ -695,6 +695,494 @@ def test_neo(sharp, momentum):
     torch.testing.assert_close(adapter(first[:1]), sharp.classifier(first[:1]).detach())  # its mean is itself
 
 
+# Teachers
+
+
+def all_weights(classifier):
+    """A plain network whose every weight moves."""
+    plain = Plain(classifier)
+    plain.moving = list(plain.network.parameters())
+    plain.start = [p.detach().clone() for p in plain.moving]
+    plain.memory = [torch.zeros_like(p) for p in plain.moving]
+    return plain
+
+
+def evaluated(plain, weights, images):
+    """Logits with other weights in the plain network."""
+    own = [p.detach().clone() for p in plain.moving]
+    with torch.no_grad():
+        for p, w in zip(plain.moving, weights, strict=True):
+            p.copy_(w)
+        logits = plain(images)
+        for p, w in zip(plain.moving, own, strict=True):
+            p.copy_(w)
+    return logits
+
+
+@pytest.mark.parametrize(("confidence", "symmetric"), [(0.0, False), (1.01, False), (1.01, True)])
+def test_cotta(sharp, monkeypatch, confidence, symmetric):
+    from cafe_tta.augmentation import Augmentation
+
+    seeds = []
+
+    def augment(self, images, generator):
+        seeds.append(generator.initial_seed())
+        return images * (1 + 0.1 * (generator.initial_seed() % 1000))
+
+    monkeypatch.setattr(Augmentation, "__call__", augment)
+    options = {"restore": 0.0, "keep": 0.9, "min_confidence": confidence, "augmentations": 3, "symmetric": symmetric}
+    adapter = cafe.create("cotta", sharp.classifier, lr=0.01, **options)
+    plain = all_weights(sharp.classifier)
+    teacher = [s.clone() for s in plain.start]
+    for images in sharp.batches:
+        answer = adapter(images)
+        if confidence:
+            taught = sum(evaluated(plain, teacher, images * (1 + 0.1 * i)) for i in range(3)) / 3
+        else:
+            taught = evaluated(plain, teacher, images)
+        torch.testing.assert_close(answer, taught)
+        logits = plain(images)
+        pairs = list(zip(taught.softmax(1), logits, strict=True))
+        loss = sum(-sum(t * z.log_softmax(0)) for t, z in pairs) / len(images)
+        if symmetric:
+            loss = (loss + sum(-sum(z.softmax(0) * t.log()) for t, z in pairs) / len(images)) / 2
+        plain.sgd(plain.gradients(loss), 0.01)
+        teacher = [0.9 * t + 0.1 * p.detach() for t, p in zip(teacher, plain.moving, strict=True)]
+    assert seeds == ([0, 1, 2, 1000, 1001, 1002] if confidence else [])
+    ours = dict(adapter.classifier.named_parameters())
+    theirs = [*(ours[f"backbone.model.{name}"] for name, _ in plain.network[:-1].named_parameters())]
+    theirs += [ours["head.weight"], ours["head.bias"]]
+    torch.testing.assert_close([p.detach() for p in theirs], [p.detach() for p in plain.moving])
+    assert not torch.equal(theirs[0], plain.start[0])
+    if not sharp.batchnorm:  # whose evaluation mode has statistics of its own
+        torch.testing.assert_close(adapter.predict(images), evaluated(plain, teacher, images))
+
+
+def test_cotta_restores_at_random(sharp):
+    same = cafe.create("cotta", sharp.classifier, restore=1.0, lr=0.1, augmentations=1)
+    same(sharp.batches[0])
+    assert same.report.stepped
+    start = dict(sharp.classifier.named_parameters())
+    assert all(torch.equal(p, start[name]) for name, p in same.classifier.named_parameters())
+    some = cafe.create("cotta", sharp.classifier, restore=0.3, lr=0.1, augmentations=1)
+    some(sharp.batches[0])
+    back = torch.cat([(p == start[name]).flatten() for name, p in some.classifier.named_parameters()]).double()
+    assert back.mean().item() == pytest.approx(0.3, abs=0.05)
+    with pytest.raises(ValueError, match="cotta answers with its teacher as it is before a step"):
+        cafe.CoTTAConfig(answer="after")
+
+
+def slow_pass(network, images, stats, alpha=None):
+    """A pass with slow statistics: with alpha, they first follow the batch. Logits, and the new statistics."""
+    new, x, number = [], images, 0
+    for layer in network:
+        if isinstance(layer, nn.BatchNorm2d):
+            mean, var = stats[number]
+            if alpha is not None:
+                mean = (1 - alpha) * mean + alpha * x.mean((0, 2, 3))
+                var = (1 - alpha) * var + alpha * x.var((0, 2, 3), correction=0)
+            new.append((mean.detach(), var.detach()))
+            shape = (1, -1, 1, 1)
+            x = (x - mean.view(shape)) / (var.view(shape) + layer.eps).sqrt()
+            x = x * layer.weight.view(shape) + layer.bias.view(shape)
+            number += 1
+        else:
+            x = layer(x)
+    return x, new
+
+
+def remembered_by_loops(bank, capacity, classes, image, label, entropy):
+    """RoTTA's memory as plain lists of [image, label, entropy, age]."""
+
+    def score(item):
+        return 1 / (1 + math.exp(-item[3] / capacity)) + item[2] / math.log(classes)
+
+    new = [image, label, entropy, 0]
+    sizes = [sum(item[1] == k for item in bank) for k in range(classes)]
+    if sizes[label] < capacity / classes and len(bank) < capacity:
+        bank.append(new)
+    else:
+        if sizes[label] < capacity / classes:
+            candidates = [item for item in bank if sizes[item[1]] == max(sizes)]
+        else:
+            candidates = [item for item in bank if item[1] == label]
+        worst = candidates[0]
+        for item in candidates[1:]:
+            if score(item) >= score(worst):
+                worst = item
+        if score(worst) > score(new):
+            bank[:] = [item for item in bank if item is not worst]
+            bank.append(new)
+    for item in bank:
+        item[3] += 1
+
+
+def test_rotta(sharp, monkeypatch):
+    from cafe_tta.augmentation import Augmentation
+
+    monkeypatch.setattr(Augmentation, "__call__", lambda self, images, generator: images.flip(3) * 0.9)
+    adapter = cafe.create("rotta", sharp.classifier, lr=0.02, capacity=8, keep=0.7, optimizer="sgd", slow=0.2)
+    student = Plain(sharp.classifier)
+    teacher = [s.clone() for s in student.start]
+    layers = [layer for layer in sharp.classifier.backbone.model if isinstance(layer, nn.BatchNorm2d)]
+    stats = [(layer.running_mean, layer.running_var) for layer in layers]
+    stats = {"student": stats, "teacher": stats}
+    bank, count, steps = [], 0, 0
+
+    def with_teacher(images, alpha):
+        own = [p.detach().clone() for p in student.moving]
+        with torch.no_grad():
+            for p, t in zip(student.moving, teacher, strict=True):
+                p.copy_(t)
+            made = slow_pass(student.network, images, stats["teacher"], alpha)
+            for p, t in zip(student.moving, own, strict=True):
+                p.copy_(t)
+        return made
+
+    for images in sharp.batches:
+        answer = adapter(images)
+        logits, _ = with_teacher(images, None)
+        torch.testing.assert_close(answer, logits)
+        for image, z in zip(images, logits, strict=True):
+            p = z.softmax(0)
+            remembered_by_loops(bank, 8, 4, image, int(p.argmax()), -float(sum(p * (p + 1e-6).log())))
+            count += 1
+            if count % 8 == 0:
+                memory = torch.stack([item[0] for item in bank])
+                taught, stats["teacher"] = with_teacher(memory, 0.2)
+                found, stats["student"] = slow_pass(student.network, memory.flip(3) * 0.9, stats["student"], 0.2)
+                terms = []
+                for item, t, s in zip(bank, taught.softmax(1), found, strict=True):
+                    weight = math.exp(-item[3] / 8) / (1 + math.exp(-item[3] / 8))
+                    terms.append(-weight * sum(t * s.log_softmax(0)))
+                student.sgd(student.gradients(sum(terms) / len(terms)), 0.02)
+                teacher = [0.7 * t + 0.3 * p.detach() for t, p in zip(teacher, student.moving, strict=True)]
+                steps += 1
+        assert adapter.report.stepped
+    assert steps == 6 and adapter.report.notes["remembered"] == len(bank)
+    assert_same(adapter, student)
+    second = adapter.second()
+    weights = [second[name] for name, p in adapter.classifier.named_parameters() if p.requires_grad]
+    torch.testing.assert_close(weights, teacher)
+    found = [second[name] for name in second if "running_mean" in name]
+    torch.testing.assert_close(found, [mean for mean, _ in stats["teacher"]])
+
+
+@pytest.mark.parametrize(("capacity", "classes"), [(8, 4), (7, 3), (6, 20)])
+def test_the_memory_is_balanced(capacity, classes):
+    from cafe_tta.methods.balanced import BalancedMemory
+
+    generator = torch.Generator().manual_seed(capacity)
+    memory, bank = BalancedMemory(capacity, classes), []
+    for number in range(200):
+        label = int(torch.randint(0, classes, (), generator=generator) ** 2 // classes)  # some are rare
+        entropy = float(torch.rand((), generator=generator)) * math.log(classes)
+        image = torch.tensor([float(number)])
+        memory.add(image, label, entropy)
+        remembered_by_loops(bank, capacity, classes, image, label, entropy)
+        assert [(int(i), *rest) for i, *rest in memory.items] == [(int(i), *rest) for i, *rest in bank]
+        assert len(bank) <= capacity
+        most = max(sum(item[1] == k for item in memory.items) for k in range(classes))
+        assert most <= math.ceil(capacity / classes)
+
+
+def test_rotta_answers_each_image_by_itself_and_refuses_what_does_not_fit(sharp):
+    adapter = cafe.create("rotta", sharp.classifier, capacity=16)
+    adapter(sharp.batches[0])
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(adapter.predict(sharp.batches[1])[order], adapter.predict(sharp.batches[1][order]))
+    adapter(sharp.batches[1][:1])  # a single image
+    assert adapter.report.reason == "a step is taken after each 16 images"
+    with pytest.raises(ValueError, match=r"rotta remembers images of shape \(3, 10, 10\), but got \(3, 12, 12\)"):
+        adapter(torch.rand(2, 3, 12, 12, dtype=torch.float64))
+    with pytest.raises(ValueError, match="expected normalisation='slow', but got 'batch'"):
+        cafe.RoTTAConfig(normalisation="batch")
+
+
+# Alignment with the source
+
+
+def outputs_of_norms(network, images):
+    found, x = [], images
+    for layer in network:
+        x = layer(x)
+        if isinstance(layer, (nn.BatchNorm2d, nn.GroupNorm)):
+            found.append(x)
+    return found, x
+
+
+def source_network(classifier):
+    """The plain network in evaluation mode: BatchNorm has the source's statistics, every weight moves."""
+    plain = all_weights(classifier)
+    network = copy.deepcopy(classifier.backbone.model)
+    network[-1] = copy.deepcopy(classifier.head)
+    plain.network = network.eval().requires_grad_(True)
+    plain.moving = list(network.parameters())
+    return plain
+
+
+def test_actmad(sharp):
+    source = cafe.ActivationStats.fit(sharp.classifier, [(sharp.images, None)], batch_size=48)
+    adapter = cafe.create("actmad", sharp.classifier, source, lr=0.01)
+    plain = source_network(sharp.classifier)
+    targets = []
+    for number in range(2):
+        parts = [outputs_of_norms(plain.network, part)[0][number].detach() for part in sharp.images.split(48)]
+        targets.append((sum(p.mean(0) for p in parts) / 2, sum(p.var(0) for p in parts) / 2))
+    for images in sharp.batches:
+        answer = adapter(images)
+        outputs, logits = outputs_of_norms(plain.network, images)
+        torch.testing.assert_close(answer, logits.detach())
+        loss = 0
+        for (mean, var), output in zip(targets, outputs, strict=True):
+            m = sum(output) / len(output)
+            v = sum((o - m) ** 2 for o in output) / (len(output) - 1)
+            loss = loss + (m - mean.float()).abs().mean() / 2 + (v - var.float()).abs().mean() / 2
+        gradients = torch.autograd.grad(loss, plain.moving, allow_unused=True)  # the head has weight decay alone
+        decayed = [
+            (torch.zeros_like(p) if g is None else g) + 5e-4 * p.detach() * (g is not None)
+            for p, g in zip(plain.moving, gradients, strict=True)
+        ]
+        plain.sgd(decayed, 0.01, nesterov=True)
+        assert adapter.report.loss == pytest.approx(loss.item())
+    ours = dict(adapter.classifier.named_parameters())
+    theirs = [ours[f"backbone.model.{name}"] for name, _ in plain.network[:-1].named_parameters()]
+    expected = [p.detach() for p in plain.network[:-1].parameters()]
+    torch.testing.assert_close([p.detach() for p in theirs], expected, rtol=1e-6, atol=1e-8)
+    assert not torch.equal(theirs[0], plain.start[0])
+
+
+def test_actmad_has_nothing_to_do_on_the_source_itself(sharp):
+    source = cafe.ActivationStats.fit(sharp.classifier, [sharp.images[:24]])
+    adapter = cafe.create("actmad", sharp.classifier, source)
+    adapter(sharp.images[:24])
+    here = adapter.report.loss
+    adapter.reset()
+    adapter(sharp.images[:24].flip(3))  # the same pixels elsewhere
+    assert here < 1e-6 < adapter.report.loss
+    adapter(sharp.images[:1])
+    assert adapter.report.reason == "a single image has no variance to compare with the source's"
+    with pytest.raises(ValueError, match=r"shape \(6, 4, 4\) in normalisation layer 0, but got \(6, 5, 5\); resize"):
+        adapter(torch.rand(2, 3, 12, 12, dtype=torch.float64))
+
+
+def test_activation_statistics_and_class_moments_are_saved(sharp, tmp_path):
+    names = {
+        cafe.ActivationStats: ("means", "variances"),
+        cafe.ClassMoments: ("mean", "cov", "class_counts", "class_mean", "class_cov"),
+    }
+    for number, kind in enumerate(names):
+        made = kind.fit(sharp.classifier, [sharp.images])
+        made.save(tmp_path / f"{number}.safetensors")
+        again = cafe.source.load(tmp_path / f"{number}.safetensors")
+        assert type(again) is kind
+        again.check_belongs_to(sharp.classifier)
+        for name in (
+            ("means", "variances") if number == 0 else ("mean", "cov", "class_counts", "class_mean", "class_cov")
+        ):
+            pairs = zip(getattr(made, name), getattr(again, name), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+    with pytest.raises(ValueError, match="expected at least 2 source images"):
+        cafe.ActivationStats.fit(sharp.classifier, [])
+    with pytest.raises(ValueError, match="expected at least 2 source images, but the loader has 0"):
+        cafe.ClassMoments.fit(sharp.classifier, [])
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_class_moments_are_those_of_the_predicted_classes(sharp, full):
+    source = cafe.ClassMoments.fit(sharp.classifier, sharp.images.split(40), full=full)
+    features, logits = (t.detach() for t in sharp.classifier.features_and_logits(sharp.images))
+    torch.testing.assert_close(source.cov, torch.cov(features.T, correction=0).float(), rtol=1e-4, atol=1e-6)
+    for label in range(4):
+        own = features[logits.argmax(1) == label]
+        assert source.class_counts[label] == len(own)
+        if len(own) > 1:
+            cov = torch.cov(own.T, correction=0).float()
+            torch.testing.assert_close(source.class_mean[label], own.mean(0).float())
+            torch.testing.assert_close(source.class_cov[label], cov if full else cov.diagonal(), rtol=1e-3, atol=1e-6)
+
+
+def symmetric_kl(m0, c0, m1, c1):
+    p, q = (torch.distributions.MultivariateNormal(m, c) for m, c in ((m0, c0), (m1, c1)))
+    return torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p)
+
+
+def follow(rows, mean, cov, seen, window):
+    """Running moments by loops over the images."""
+    a = 1 / len(rows) if len(rows) > window else max(1 / seen, 1 / window)
+    step = a * sum(row - mean for row in rows)
+    new = cov + a * sum(torch.outer(row - mean, row - mean) - cov for row in rows) - torch.outer(step, step)
+    return mean + step, new
+
+
+@pytest.mark.parametrize("classes", ["as-source", "diagonal"])
+def test_ttac(sharp, classes):
+    source = cafe.ClassMoments.fit(sharp.classifier, [sharp.images])
+    options = {"min_confidence": 0.5, "min_images": 4, "window": 30, "class_window": 10, "scale": 0.3}
+    adapter = cafe.create(
+        "ttac", sharp.classifier, source, lr=0.002, answer="before", class_covariance=classes, **options
+    ).double()
+    plain = Plain(sharp.classifier)
+    plain.moving = list(plain.network[:-1].parameters())
+    plain.memory = [torch.zeros_like(p) for p in plain.moving]
+    eye, zeros = torch.eye(12, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
+
+    def only(cov):
+        return torch.diag(torch.diagonal(cov)) if classes == "diagonal" else cov
+
+    target, seen = (zeros, 0 * eye), 0
+    own = {k: (zeros, 0 * eye, 0) for k in range(4)}
+    aligned = []
+    for images in sharp.batches:
+        adapter(images)
+        features = plain.network[:-1](images)
+        probs = plain.network[-1](features).detach().softmax(1)
+        seen += len(images)
+        target = follow(features, *target, seen, 30)
+        ridge = source.cov.double().max() / 30 * eye
+        loss = 0.3 * symmetric_kl(source.mean.double(), source.cov.double() + ridge, target[0], target[1] + ridge)
+        target, count = (target[0].detach(), target[1].detach()), 0
+        for k in range(4):
+            rows = [f for f, p in zip(features, probs, strict=True) if p.argmax() == k and p.max() > 0.5]
+            if not rows:
+                continue
+            mean, cov, number = own[k]
+            mean, cov = follow(rows, mean, cov, number + len(rows), 10)
+            own[k] = (mean.detach(), cov.detach(), number + len(rows))
+            if number + len(rows) >= 4:
+                c = only(source.class_cov[k].double())
+                ridge = c.max() / 30 * eye
+                loss = loss + 0.3 / 4 * symmetric_kl(source.class_mean[k].double(), c + ridge, mean, only(cov) + ridge)
+                count += 1
+        aligned.append(count)
+        assert adapter.report.notes["classes"] == count
+        assert adapter.report.loss == pytest.approx(loss.item(), rel=1e-6)
+        plain.sgd(plain.gradients(loss), 0.002)
+    assert sum(aligned) > 2
+    ours = dict(adapter.classifier.backbone.model.named_parameters())
+    theirs = [ours[name].detach() for name, _ in plain.network[:-1].named_parameters()]
+    torch.testing.assert_close(theirs, [p.detach() for p in plain.moving], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(adapter.target_cov, target[1], rtol=1e-6, atol=1e-9)
+
+
+def test_ttac_answers_after_the_step_and_finds_nothing_wrong_with_the_source(sharp):
+    source = cafe.ClassMoments.fit(sharp.classifier, [sharp.images])
+    adapter = cafe.create("ttac", sharp.classifier, source, normalisation="source", window=96)
+    answer = adapter(sharp.images)
+    assert adapter.report.notes["divergence"] < 1e-6
+    torch.testing.assert_close(answer, adapter.predict(sharp.images))
+
+
+# Experts
+
+
+class Tokens(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+def routed_pass(network, images, experts):
+    """Image by image; `experts` has (router weight, router bias, weights, biases) for each layer but the first."""
+    norms = [layer for layer in network if isinstance(layer, (nn.LayerNorm, nn.GroupNorm))]
+    logits, routing = [], [[] for _ in experts]
+    for image in images:
+        x = image[None]
+        for layer in network:
+            before, x = x, layer(x)
+            if layer in norms[1:]:
+                number = norms.index(layer) - 1
+                r, s, w, b = experts[number]
+                group = isinstance(layer, nn.GroupNorm)
+                centre = before[0].mean((1, 2)) if group else before[0].mean(0)
+                share = (r @ centre + s).softmax(0)
+                e = int(share.argmax())
+                gate = share[e] / share[e].item()
+                shape = (-1, 1, 1) if group else (-1,)
+                plain = (x - layer.bias.view(shape)) / layer.weight.view(shape)
+                x = x + gate * (plain * w[e].view(shape) + b[e].view(shape))
+                routing[number].append(share)
+        logits.append(x[0])
+    return torch.stack(logits), [torch.stack(shares) for shares in routing]
+
+
+@pytest.mark.parametrize("kind", ["groupnorm", "layernorm"])
+def test_moetta(kind, make_network):
+    torch.manual_seed(1)
+    if kind == "groupnorm":
+        network = make_network(batchnorm=False)
+    else:
+        network = nn.Sequential(
+            Tokens(), nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 6), nn.LayerNorm(6), nn.ReLU(),
+            nn.Linear(6, 5), nn.LayerNorm(5), Mean(), nn.Linear(5, 4),
+        )  # fmt: skip
+    for layer in network:
+        if isinstance(layer, (nn.LayerNorm, nn.GroupNorm)):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, 0, 0.3)
+    classifier = cafe.split_classifier(network.double().eval())
+    adapter = cafe.create("moetta", classifier, experts=3, lr=0.5, momentum=0.9, seed=4)
+    images = [torch.randn(10, 3, 10, 10, dtype=torch.float64) * 2 for _ in range(2)]
+    experts = [
+        [p.detach().clone().requires_grad_(True) for p in (r.router.weight, r.router.bias, r.weight, r.bias)]
+        for r in adapter.routed
+    ]
+    moving = [p for expert in experts for p in expert]
+    start, memory = [p.detach().clone() for p in moving], [torch.zeros_like(p) for p in moving]
+    assert all((expert[2] == 0).all() and (expert[1] == 0).all() for expert in experts)
+    means = []
+    for batch in images:
+        answer = adapter(batch)
+        logits, routing = routed_pass(network, batch, experts)
+        torch.testing.assert_close(answer, logits.detach())
+        h = entropies(logits)
+        means.append(h.mean().item())
+        mean = sum(means) / len(means)
+        chosen = [x for x in h if x.item() <= mean]
+        assert 0 < len(chosen) == adapter.report.notes["selected"] < 10
+        loss = sum(math.exp(0.4 * math.log(4) - x.item()) * x for x in chosen) / len(chosen)
+        for shares in routing:
+            taken = [sum(int(row.argmax()) == e for row in shares) / 10 for e in range(3)]
+            loss = loss + 0.2 * mean * 3 * sum(shares[:, e].mean() * taken[e] for e in range(3))
+        assert adapter.report.loss == pytest.approx(loss.item())
+        for p, v, g in zip(moving, memory, torch.autograd.grad(loss, moving), strict=True):
+            v.mul_(0.9).add_(g)
+            with torch.no_grad():
+                p.sub_(0.5 * v)
+    ours = [p.detach() for r in adapter.routed for p in (r.router.weight, r.router.bias, r.weight, r.bias)]
+    torch.testing.assert_close(ours, [p.detach() for p in moving])
+    assert all(not torch.equal(p, s) for p, s in zip(ours, start, strict=True))
+
+
+def test_moetta_routes_layers_of_libraries():
+    """A LayerNorm of (B, C, H, W), as torchvision and timm derive it."""
+
+    class LayerNorm2d(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        LayerNorm2d(3), nn.Conv2d(3, 5, 3), LayerNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4)
+    )
+    adapter = cafe.create("moetta", cafe.split_classifier(network), experts=2)
+    images = torch.randn(8, 3, 6, 6)
+    torch.testing.assert_close(adapter(images), network(images).detach())
+    assert adapter.report.stepped and adapter.routed[0].weight.shape == (2, 5)
+    with torch.no_grad():
+        adapter.routed[0].bias.copy_(torch.arange(10.0).view(2, 5))
+        chosen = adapter.routed[0].router(network[1](network[0](images)).mean((2, 3))).argmax(1)
+        inside = network[2](network[1](network[0](images))) + adapter.routed[0].bias[chosen][:, :, None, None]
+        adapter.routed[0].weight.zero_()
+        torch.testing.assert_close(adapter.predict(images), network[3:](inside))
+    with pytest.raises(ValueError, match="but the first, but this classifier has 1"):
+        cafe.create("moetta", cafe.split_classifier(nn.Sequential(nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, 2))))
+
+
 # Augmentation
 
 

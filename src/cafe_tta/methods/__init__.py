@@ -5,6 +5,8 @@ from typing import Any
 
 from cafe_tta.adapter import Adapter
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.methods.actmad import ActMAD as ActMAD
+from cafe_tta.methods.actmad import ActMADConfig as ActMADConfig
 from cafe_tta.methods.adabn import AdaBN as AdaBN
 from cafe_tta.methods.adabn import AdaBNConfig as AdaBNConfig
 from cafe_tta.methods.bacs import BACS as BACS
@@ -17,6 +19,8 @@ from cafe_tta.methods.cafe_plus import CAFePlus as CAFePlus
 from cafe_tta.methods.cafe_plus import CAFePlusConfig as CAFePlusConfig
 from cafe_tta.methods.cmf import CMF as CMF
 from cafe_tta.methods.cmf import CMFConfig as CMFConfig
+from cafe_tta.methods.cotta import CoTTA as CoTTA
+from cafe_tta.methods.cotta import CoTTAConfig as CoTTAConfig
 from cafe_tta.methods.dann import DANN as DANN
 from cafe_tta.methods.dann import DANNConfig as DANNConfig
 from cafe_tta.methods.deyo import DeYO as DeYO
@@ -30,12 +34,16 @@ from cafe_tta.methods.fr import FRConfig as FRConfig
 from cafe_tta.methods.infomax import Infomax as Infomax
 from cafe_tta.methods.lame import LAME as LAME
 from cafe_tta.methods.lame import LAMEConfig as LAMEConfig
+from cafe_tta.methods.moetta import MoETTA as MoETTA
+from cafe_tta.methods.moetta import MoETTAConfig as MoETTAConfig
 from cafe_tta.methods.neo import NEO as NEO
 from cafe_tta.methods.neo import NEOConfig as NEOConfig
 from cafe_tta.methods.rdumb import RDumb as RDumb
 from cafe_tta.methods.rdumb import RDumbConfig as RDumbConfig
 from cafe_tta.methods.roid import ROID as ROID
 from cafe_tta.methods.roid import ROIDConfig as ROIDConfig
+from cafe_tta.methods.rotta import RoTTA as RoTTA
+from cafe_tta.methods.rotta import RoTTAConfig as RoTTAConfig
 from cafe_tta.methods.sar import SAR as SAR
 from cafe_tta.methods.sar import SARConfig as SARConfig
 from cafe_tta.methods.source import SourceOnly as SourceOnly
@@ -43,6 +51,8 @@ from cafe_tta.methods.t3a import T3A as T3A
 from cafe_tta.methods.t3a import T3AConfig as T3AConfig
 from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
+from cafe_tta.methods.ttac import TTAC as TTAC
+from cafe_tta.methods.ttac import TTACConfig as TTACConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
 from cafe_tta.methods.unmix_tns import UnMixTNS as UnMixTNS
@@ -76,6 +86,11 @@ METHODS: dict[str, type[Adapter]] = {
     "zerosiam": ZeroSiam,
     "lame": LAME,
     "neo": NEO,
+    "cotta": CoTTA,
+    "rotta": RoTTA,
+    "ttac": TTAC,
+    "actmad": ActMAD,
+    "moetta": MoETTA,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, require_classifier, require_match
 from cafe_tta.normalisation import Normaliser, norm_parameters
-from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.source.value import SourceValue, rebatched
 
 FORMAT_VERSION = 1
 BATCH = 64
@@ -52,7 +52,7 @@ class FisherInformation(SourceValue):
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
         batches = 0
         with torch.inference_mode(False), torch.enable_grad(), _normalising_with_the_batch(classifier):
-            for images in _rebatched(loader, batch_size):
+            for images in rebatched(loader, batch_size):
                 logits = classifier(images.to(classifier.head.weight))
                 loss = nn.functional.cross_entropy(logits, logits.argmax(1))
                 gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -78,18 +78,6 @@ class FisherInformation(SourceValue):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
         return cls(tensors, meta["batches"], meta["num_features"], meta["classifier"])
-
-
-def _rebatched(loader: Iterable[Any], size: int) -> Iterator[Tensor]:
-    """The images in batches of `size`; a last one of a single image, which cannot be normalised, is left out."""
-    waiting: list[Tensor] = []
-    for batch in loader:
-        waiting += list(images_of(batch))
-        while len(waiting) >= size:
-            yield torch.stack(waiting[:size])
-            waiting = waiting[size:]
-    if len(waiting) > 1:
-        yield torch.stack(waiting)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """What a method may need from the source domain: the base class of every kind of source value."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from cafe_tta.classifier import SplitClassifier
@@ -87,3 +88,15 @@ def images_of(batch: Any) -> Tensor:
             "divide by 255 and normalise first"
         )
     return images
+
+
+def rebatched(loader: Iterable[Any], size: int) -> Iterator[Tensor]:
+    """The images of a loader in batches of `size`; a last one of a single image, which has no variance, is left out."""
+    waiting: list[Tensor] = []
+    for batch in loader:
+        waiting += list(images_of(batch))
+        while len(waiting) >= size:
+            yield torch.stack(waiting[:size])
+            waiting = waiting[size:]
+    if len(waiting) > 1:
+        yield torch.stack(waiting)
