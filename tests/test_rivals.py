@@ -977,9 +977,7 @@ def test_activation_statistics_and_class_moments_are_saved(sharp, tmp_path):
         again = cafe.source.load(tmp_path / f"{number}.safetensors")
         assert type(again) is kind
         again.check_belongs_to(sharp.classifier)
-        for name in (
-            ("means", "variances") if number == 0 else ("mean", "cov", "class_counts", "class_mean", "class_cov")
-        ):
+        for name in names[kind]:
             pairs = zip(getattr(made, name), getattr(again, name), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
     with pytest.raises(ValueError, match="expected at least 2 source images"):

@@ -129,8 +129,8 @@ class SourceSide:
 
     def needed(self, row: Row) -> Any:
         """What the method of a row needs from the source domain."""
-        if row.needs is None:
-            return None
+        if row.needs is None:  # statistics are optional: for `normalisation=unmix`
+            return self.grouped(row) if getattr(row.config, "normalisation", "") == "unmix" else None
         if row.needs == SourceStats.kind:
             return self.grouped(row)
         if row.needs == SourceData.kind:

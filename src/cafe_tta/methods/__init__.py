@@ -1,5 +1,6 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,13 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
     config = kind.Config() if preset is None else kind.presets[preset]
     require_known(options, [described.name for described in describe(kind.Config)], name)
     return replace(config, **options)
+
+
+def knowing_pixels(config: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
+    """Options that know how the pixels were normalised, where a method augments images and was not told."""
+    if getattr(config, "pixel_mean", ...) is not None:
+        return config
+    return replace(config, pixel_mean=tuple(mean), pixel_std=tuple(std))
 
 
 def create(

@@ -8,7 +8,7 @@ import numpy as np
 
 from cafe_tta import data, source
 from cafe_tta.adapter import Adapter, AdapterConfig
-from cafe_tta.methods import configure, method
+from cafe_tta.methods import configure, knowing_pixels, method
 from cafe_tta.models import Model
 from cafe_tta.options import Options, option, parse, split_assignments
 
@@ -73,7 +73,8 @@ class MethodOptions(Options):
     def adapter(self, model: Model, sources: dict[str, Any], config: AdapterConfig | None = None) -> Adapter:
         """The adapter of the model."""
         needed = sources.get(self.needs or "stats")  # statistics are optional: for `normalisation=unmix`
-        return method(self.method)(model.classifier, needed, config or self.config())
+        known = knowing_pixels(config or self.config(), model.preprocessing.mean, model.preprocessing.std)
+        return method(self.method)(model.classifier, needed, known)
 
 
 def _labelled_loader(specs: list[str], model: Model, batch_size: int, seed: int) -> data.Loader:
