@@ -18,6 +18,7 @@ from cafe_tta.distributed import RankError, Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, option
 from cafe_tta.source import source_kind
+from cafe_tta.traits import Traits
 from cafe_tta.unmixing import PRIOR, Unmixer
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Adapter(nn.Module):
     adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
     in_tables: ClassVar[bool] = True  # False: benchmarks and the demo run it only where it is named
+    traits: ClassVar[Traits | None] = None  # for the table of methods
     remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}

@@ -15,6 +15,7 @@ from cafe_tta.adapter import Report
 from cafe_tta.gradient import GradientAdapter, NothingToLearn, StepConfig
 from cafe_tta.normalisation import Normalisation
 from cafe_tta.source.activations import ActivationStats, Recorder, observed_layers
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class ActMAD(GradientAdapter):
     """
 
     name = "actmad"
+    traits = Traits("everything", smallest=(2, 2, 2), licence="none stated")
     in_tables = False
     needs = "activations"
     Config = ActMADConfig

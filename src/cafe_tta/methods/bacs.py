@@ -15,6 +15,7 @@ from cafe_tta.adapter import Adapter, Report
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.swag import Posterior, PosteriorMember
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
+    traits = Traits("all weights, of each member", keeps="an ensemble of classifiers")
     distributed = True
     needs = "posterior"
     Config = BACSConfig

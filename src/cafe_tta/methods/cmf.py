@@ -14,6 +14,7 @@ from torch import nn
 from cafe_tta.methods.roid import ROID, ROIDConfig
 from cafe_tta.methods.second import SecondWeights
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 PER = 38_400  # parameters: those of the LayerNorms of a ViT-B/16
 LEAST_GAIN, MOST_GAIN = 0.89, 0.9999
@@ -45,6 +46,14 @@ class CMF(SecondWeights, ROID):
     """
 
     name = "cmf"
+    traits = Traits(
+        NORM,
+        (1, 2),
+        (1, 2),
+        (2, 2, 2),
+        "the mean prediction, a hidden copy of what moves",
+        "MIT",
+    )
     Config = CMFConfig
     config: CMFConfig
     presets: ClassVar = {

@@ -16,6 +16,7 @@ from cafe_tta.augmentation import Augmentation
 from cafe_tta.methods.roid import AugmentConfig
 from cafe_tta.methods.second import SecondWeights
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class CoTTA(SecondWeights):
     """
 
     name = "cotta"
+    traits = Traits("everything called weight or bias", (3, 34), keeps="a teacher's copy of what moves", licence="MIT")
     in_tables = False
     Config = CoTTAConfig
     config: CoTTAConfig

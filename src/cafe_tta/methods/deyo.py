@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cafe_tta.gradient import NothingToLearn
 from cafe_tta.methods.selective import SelectiveAdapter, SelectiveConfig
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 GRID = 4  # patches a side
 
@@ -55,6 +56,7 @@ class DeYO(SelectiveAdapter):
     """
 
     name = "deyo"
+    traits = Traits(NORM, (1, 2), licence="MIT")
     Config = DeYOConfig
     config: DeYOConfig
     presets: ClassVar = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cafe_tta.gradient import NothingToLearn
 from cafe_tta.methods.selective import SelectiveAdapter, SelectiveConfig
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ETA(SelectiveAdapter):
     """
 
     name = "eta"
+    traits = Traits(NORM, keeps="the mean prediction", licence="MIT")
     distributed = True
     Config = ETAConfig
     config: ETAConfig

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 ITERATIONS = 100
 CHANGE = 1e-8  # of the objective, relative: then it has converged
@@ -48,6 +49,7 @@ class LAME(Adapter):
     """
 
     name = "lame"
+    traits = Traits("answers", backward=(0, 0), smallest=(2, 2, 2), licence="CC BY-NC-SA 4.0")
     in_tables = False
     Config = LAMEConfig
     config: LAMEConfig

@@ -14,6 +14,7 @@ from cafe_tta.adapter import Report
 from cafe_tta.gradient import NothingToLearn
 from cafe_tta.methods.selective import SelectiveAdapter, SelectiveConfig
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class MoETTA(SelectiveAdapter):
     """
 
     name = "moetta"
+    traits = Traits(
+        "experts and routers in normalisation layers", smallest=(None, 1, 1), keeps="the mean entropy", licence="MIT"
+    )
     Config = MoETTAConfig
     config: MoETTAConfig
     presets: ClassVar = {"cifar": MoETTAConfig(batch_size=200), "imagenet": MoETTAConfig()}

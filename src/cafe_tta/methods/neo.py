@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class NEO(Adapter):
     """
 
     name = "neo"
+    traits = Traits("features", backward=(0, 0), smallest=(1, 1, 1), keeps="the mean feature")
     in_tables = False
     distributed = True
     Config = NEOConfig

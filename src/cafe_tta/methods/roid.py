@@ -17,6 +17,7 @@ from cafe_tta.augmentation import Augmentation
 from cafe_tta.gradient import GradientAdapter, NothingToLearn
 from cafe_tta.methods.selective import NormConfig
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 TEMPERATURE = 1 / 3
 
@@ -77,6 +78,14 @@ class ROID(GradientAdapter):
     """
 
     name = "roid"
+    traits = Traits(
+        NORM,
+        (1, 2),
+        (1, 2),
+        smallest=(2, 2, 2),
+        keeps="the mean prediction",
+        licence="MIT",
+    )
     in_tables = False
     Config = ROIDConfig
     config: ROIDConfig

@@ -17,6 +17,7 @@ from cafe_tta.methods.roid import AugmentConfig
 from cafe_tta.methods.second import SecondWeights
 from cafe_tta.normalisation import Normalisation
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,14 @@ class RoTTA(SecondWeights):
     """
 
     name = "rotta"
+    traits = Traits(
+        f"{NORM}, and statistics",
+        (1, 3),
+        (0, 1),
+        (1, 1, 1),
+        "N images, a teacher's copy of what moves",
+        "MIT",
+    )
     in_tables = False
     Config = RoTTAConfig
     config: RoTTAConfig

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cafe_tta.gradient import NothingToLearn, climbed
 from cafe_tta.methods.selective import SelectiveAdapter, SelectiveConfig
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 OFFICIAL_RESET = 0.2  # which the original writes out, whatever its option says
 
@@ -54,6 +55,7 @@ class SAR(SelectiveAdapter):
     """
 
     name = "sar"
+    traits = Traits(NORM, (2, 2), (2, 2), keeps="the mean loss", licence="BSD-3-Clause")
     Config = SARConfig
     config: SARConfig
     presets: ClassVar = {

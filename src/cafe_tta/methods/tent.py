@@ -13,6 +13,7 @@ from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.methods.selective import ENTROPIES, ENTROPY_MEANING, Entropy
 from cafe_tta.normalisation import batchnorm_layers, norm_parameters
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Tent(GradientAdapter):
     """
 
     name = "tent"
+    traits = Traits("weight and bias of BatchNorm, else of other normalisation layers", licence="MIT")
     distributed = True
     remark = "Tent keeps no running statistics: it normalises with the batch that it answers."
     Config = TentConfig

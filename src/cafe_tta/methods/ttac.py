@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cafe_tta.gradient import GradientAdapter, NothingToLearn, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.class_moments import ClassMoments
+from cafe_tta.traits import Traits
 
 MOMENTS = ("mean", "cov", "class_mean", "class_cov")
 RIDGE = 30  # the largest source covariance divided by this is added to the diagonal of both
@@ -58,6 +59,7 @@ class TTAC(GradientAdapter):
     """
 
     name = "ttac"
+    traits = Traits("the backbone", (2, 2), keeps="moments of all features and of each class", licence="MIT")
     in_tables = False
     needs = "class-moments"
     Config = TTACConfig

@@ -15,6 +15,7 @@ from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.mixture import Mixture
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ class UnMixTNS(Adapter):
     """
 
     name = "unmix-tns"
+    traits = Traits(
+        "statistics of BatchNorm",
+        backward=(0, 0),
+        smallest=(1, None, None),
+        keeps="K components a layer",
+        licence="none stated",
+    )
     in_tables = False
     Config = UnMixTNSConfig
     config: UnMixTNSConfig

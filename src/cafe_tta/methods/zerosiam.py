@@ -1,7 +1,7 @@
 """ZeroSiam: entropy minimisation behind a small predictor, which is tied to the answers without it.
 
 Chen et al., ZeroSiam: an efficient asymmetry for test-time entropy optimization without collapse, ICLR 2026.
-Original: https://github.com/Cascol-Chen/ZeroSiam (built on SAR, BSD-3-Clause). Written from the formulas.
+Original: https://github.com/Cascol-Chen/ZeroSiam (no licence stated; built on SAR). Written from the formulas.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cafe_tta.gradient import GradientAdapter
 from cafe_tta.methods.selective import NormConfig
 from cafe_tta.options import option
+from cafe_tta.traits import NORM, Traits
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ZeroSiam(GradientAdapter):
     """
 
     name = "zerosiam"
+    traits = Traits(f"{NORM}, a predictor", licence="none stated")
     in_tables = False
     Config = ZeroSiamConfig
     config: ZeroSiamConfig
