@@ -130,15 +130,14 @@ def test_eta(sharp):
 
 
 def test_eata_pulls_the_weights_back(sharp):
-    source = cafe.FisherInformation.fit(sharp.classifier, [sharp.images], batch_size=48)
+    source = cafe.FisherInformation.fit(sharp.classifier, [sharp.images], batch_size=96)
     options = {"max_entropy": 0.7, "max_similarity": 0.7, "margin": 0.7, "lr": 0.01}
     adapter = cafe.create("eata", sharp.classifier, source, penalty=300.0, **options)
     plain, mean, threshold = Plain(sharp.classifier), None, 0.7 * math.log(4)
     fisher = [torch.zeros_like(p) for p in plain.moving]
-    for part in sharp.images.split(48):
-        logits = plain(part)
-        for total, g in zip(fisher, plain.gradients(F.cross_entropy(logits, logits.argmax(1))), strict=True):
-            total += g**2 / 2
+    logits = plain(sharp.images)
+    for total, g in zip(fisher, plain.gradients(F.cross_entropy(logits, logits.argmax(1))), strict=True):
+        total += g**2
     for images in sharp.batches:
         adapter(images)
         loss, mean, _ = eta_loss(plain, plain(images), mean, threshold, 0.7)
@@ -164,8 +163,23 @@ def test_fisher_information_is_saved_and_belongs_to_its_classifier(sharp, source
         cafe.create("eata", sharp.classifier, made, parameters="all")
     with pytest.raises(ValueError, match="this classifier has none"):
         cafe.FisherInformation.fit(cafe.split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(3, 2))), [])
-    assert not any(p.requires_grad != q.requires_grad for p, q in zip(
-        sharp.classifier.parameters(), copy.deepcopy(sharp.classifier).parameters(), strict=True))  # fmt: skip
+
+
+def test_fisher_information_is_a_mean_over_batches_of_a_sample(sharp):
+    """Of images that are drawn at random; the classifier is left as it was."""
+    from cafe_tta.source import value
+
+    drawn = value.sampled([sharp.images[:50], (sharp.images[50:], None)], 20)
+    rows = [next(i for i, image in enumerate(sharp.images) if torch.equal(image, one)) for one in drawn]
+    assert len(set(rows)) == 20 and max(rows) > 50 > min(rows) and rows != sorted(rows)
+    before = {name: tensor.clone() for name, tensor in sharp.classifier.state_dict().items()}
+    made = cafe.FisherInformation.fit(sharp.classifier, [sharp.images], batch_size=10, limit=20)
+    drawn = value.sampled([sharp.images], 20)
+    parts = [cafe.FisherInformation.fit(sharp.classifier, [torch.stack(drawn[i : i + 10])]) for i in (0, 10)]
+    assert made.batches == 2
+    for name, found in made.fisher.items():
+        torch.testing.assert_close(found, (parts[0].fisher[name] + parts[1].fisher[name]) / 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sharp.classifier.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ class GradientAdapter(Adapter):
     (torch.Size([8, 3]), True)
     """
 
+    filters_as_one: ClassVar[bool] = False  # whether `loss` counts the images of all ranks that pass the filter
     Config: ClassVar[type[AdapterConfig]] = StepConfig
     config: StepConfig
     optimizer: torch.optim.Optimizer
@@ -168,6 +169,10 @@ class GradientAdapter(Adapter):
         self.normaliser = Normaliser(
             self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm, unmixer=unmixer
         )
+        if self.ranks.size > 1 and self.config.max_entropy is not None and not self.filters_as_one:
+            raise ValueError(
+                f"{self.name} filters by entropy (max_entropy) in one process, but this one is a rank of several"
+            )
         moving = self.moving()
         if not moving:
             raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")
@@ -268,8 +273,8 @@ class GradientAdapter(Adapter):
             self.kept = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             return features, logits
         self.kept = self.uncertainty(logits.detach()) < self.largest_entropy(share)
-        passed = self.ranks.count(logits[self.kept])
-        self.notes["passed"] = float(passed)
+        (passed,) = self.ranks.sum(self.kept.sum())
+        self.notes["passed"] = passed.item()
         if not passed:
             raise NothingToLearn(f"no image passes the entropy filter (max_entropy={share:g})")
         return features[self.kept], logits[self.kept]

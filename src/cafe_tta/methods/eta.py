@@ -47,7 +47,7 @@ class ETA(SelectiveAdapter):
 
     name = "eta"
     traits = Traits(NORM, keeps="the mean prediction", licence="MIT")
-    distributed = True
+    distributed = filters_as_one = True
     Config = ETAConfig
     config: ETAConfig
     presets: ClassVar = {

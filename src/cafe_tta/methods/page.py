@@ -39,6 +39,7 @@ So `cafe_tta.create("roid", classifier, stats, normalisation="unmix")` and
   `unmix` and `unmix-tns` without BatchNorm layers.
 - `answer` and `every` for `cotta`; those, `normalisation` and `max_entropy` for `rotta`: their teacher answers.
 - `parameters="all"` for `eata`, whose Fisher information is that of the normalisation layers.
+- `max_entropy` where many processes adapt as one, but for `eta`, `eata` and `rdumb`.
 - `nesterov` with Adam, or without momentum."""
 
 

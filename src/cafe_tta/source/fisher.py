@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, require_classifier, require_match
 from cafe_tta.normalisation import Normaliser, norm_parameters
-from cafe_tta.source.value import SourceValue, rebatched
+from cafe_tta.source.value import SourceValue, rebatched, sampled
 
 FORMAT_VERSION = 1
 BATCH = 64
+LIMIT = 2000
 
 
 @dataclass(frozen=True, eq=False)
 class FisherInformation(SourceValue):
     """F = mean over batches of (∂/∂θ CE(z, argmax z))², for weight and bias of every normalisation layer.
 
-    As published: the gradient of a whole batch's mean is squared, BatchNorm normalises with the batch, and a prediction
-    is its own label, so that unlabelled images do. 2000 of them are usual: `cafe-tta stats --kind fisher --limit 2000`.
+    As published: the gradient of a whole batch's mean is squared, BatchNorm normalises with the batch, a prediction is
+    its own label, so that unlabelled images do, and 2000 of them are used: drawn at random from all that are given.
 
     >>> from cafe_tta import split_classifier
     >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
@@ -42,17 +43,22 @@ class FisherInformation(SourceValue):
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def fit(cls, classifier: SplitClassifier, loader: Iterable[Any], batch_size: int = BATCH) -> Self:
-        """One forward and backward pass over the source images, in batches as large as those of the stream will be."""
+    def fit(
+        cls, classifier: SplitClassifier, loader: Iterable[Any], batch_size: int = BATCH, limit: int = LIMIT
+    ) -> Self:
+        """A forward and backward pass over `limit` images, in batches as large as those of the stream will be."""
         require_classifier(classifier)
         moving = {id(parameter) for parameter in norm_parameters(classifier.backbone)}
         named = {name: p for name, p in classifier.named_parameters() if id(p) in moving}
         if not named:
             raise ValueError("the Fisher information is that of normalisation layers, but this classifier has none")
+        sample = sampled(loader, limit)
+        if len(sample) < 2:
+            raise ValueError(f"expected at least 2 source images, but the loader has {len(sample)}")
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
         batches = 0
         with torch.inference_mode(False), torch.enable_grad(), _normalising_with_the_batch(classifier):
-            for images in rebatched(loader, batch_size):
+            for images in rebatched([torch.stack(sample)], batch_size):
                 logits = classifier(images.to(classifier.head.weight))
                 loss = nn.functional.cross_entropy(logits, logits.argmax(1))
                 gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -60,8 +66,6 @@ class FisherInformation(SourceValue):
                     if gradient is not None:
                         sums[name] += gradient.double().square()
                 batches += 1
-        if not batches:
-            raise ValueError("expected at least 2 source images, but the loader has fewer")
         fisher = {name: (total / batches).float().cpu() for name, total in sums.items()}
         return cls(fisher, batches, classifier.num_features, classifier.identity())
 

@@ -100,3 +100,15 @@ def rebatched(loader: Iterable[Any], size: int) -> Iterator[Tensor]:
             waiting = waiting[size:]
     if len(waiting) > 1:
         yield torch.stack(waiting)
+
+
+def sampled(loader: Iterable[Any], count: int, seed: int = 0) -> list[Tensor]:
+    """At most `count` images of a loader, drawn at random from all of them, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[Tensor] = []
+    for number, image in enumerate(image for batch in loader for image in images_of(batch)):
+        if len(drawn) < count:
+            drawn.append(image)
+        elif (place := int(torch.randint(number + 1, (), generator=generator))) < count:
+            drawn[place] = image
+    return [drawn[place] for place in torch.randperm(len(drawn), generator=generator).tolist()]
