@@ -38,6 +38,11 @@ class AdapterConfig(Options):
 
     batch_size: int = option(256, "Images per batch, for loaders and benchmarks; any other size works too.", least=1)
 
+    @property
+    def also_needs(self) -> str | None:
+        """What these options need from the source domain, though the method itself `needs` nothing."""
+        return None
+
 
 class StepRefused(UserWarning):
     """A step was not taken, because its loss or gradient was not finite. The weights stayed as they were.

@@ -81,7 +81,14 @@ class StepConfig(AdapterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
-            raise ValueError("expected `nesterov` with optimizer='sgd' and a momentum above 0, but got neither or one")
+            raise ValueError(
+                f"expected `nesterov` with optimizer='sgd' and a momentum above 0, but got {self.optimizer!r} and "
+                f"{self.momentum}"
+            )
+
+    @property
+    def also_needs(self) -> str | None:
+        return "stats" if self.normalisation == "unmix" else None
 
 
 class NothingToLearn(Exception):

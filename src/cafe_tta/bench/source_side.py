@@ -129,13 +129,14 @@ class SourceSide:
 
     def needed(self, row: Row) -> Any:
         """What the method of a row needs from the source domain."""
-        if row.needs is None:  # statistics are optional: for `normalisation=unmix`
-            return self.grouped(row) if getattr(row.config, "normalisation", "") == "unmix" else None
-        if row.needs == SourceStats.kind:
+        kind = row.needs or row.config.also_needs
+        if kind is None:
+            return None
+        if kind == SourceStats.kind:
             return self.grouped(row)
-        if row.needs == SourceData.kind:
+        if kind == SourceData.kind:
             return _Repeatable(lambda: self._labelled_batches(row.config.batch_size, shuffled=True))
-        return self.value(row.needs)
+        return self.value(kind)
 
     def value(self, kind: str) -> SourceValue:
         """A source value of any kind: given, made before, or made now by its `fit`."""

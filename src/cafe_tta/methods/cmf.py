@@ -28,8 +28,8 @@ class CMFConfig(ROIDConfig):
     0.01
     """
 
-    source_share: float = option(0.01, "1 - α: how far the hidden model goes to the source in a step.", least=0, most=1)
-    noise: float = option(0.005, "q: variance of a step, for each 38,400 parameters that move.", above=0)
+    source_share: float = option(0.01, "How far the hidden model goes to the source in a step, 1 - α.", least=0, most=1)
+    noise: float = option(0.005, "Variance q of a step, for each 38,400 parameters that move.", above=0)
 
 
 class CMF(SecondWeights, ROID):

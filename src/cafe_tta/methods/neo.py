@@ -1,6 +1,7 @@
 """NEO: the mean feature of the stream is subtracted in front of the head. No gradient step.
 
-NEO: no-optimization test-time adaptation through latent re-centering, ICLR 2026. Written from the formula.
+Murphy et al., NEO: no-optimization test-time adaptation through latent re-centering, ICLR 2026.
+https://arxiv.org/abs/2510.05635. Written from the formula.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ class SARConfig(SelectiveConfig):
     skip_last_stage: bool = True
     radius: float = option(0.05, "ρ: length of the way up before the gradient of a step is taken.", above=0)
     reset_below: float = option(
-        0.2, "e_m: the source classifier is restored when the running mean of the loss falls below this.", least=0
+        0.2, "The source classifier is restored when the running mean of the loss falls below this, e_m.", least=0
     )
     quirks: Literal["repaired", "official"] = option(
         "repaired", "Whether the errors of the published code are repaired, or kept to reproduce its numbers."
