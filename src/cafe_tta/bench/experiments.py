@@ -101,7 +101,7 @@ class Experiment:
     name: str
     shows: str
     protocols: tuple[str, ...] = ()  # its columns; empty: those of the data set in Table 1
-    methods: tuple[str, ...] = ()  # its rows; empty: every method that needs no source data while it adapts
+    methods: tuple[str, ...] = ()  # its rows; empty: all `in_tables` that need no source data while they adapt
     mode: Mode = "offline"
     frechet: bool = True  # whether distances from the source are measured
     sweep: bool = False  # one row for each number of groups

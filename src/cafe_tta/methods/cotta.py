@@ -87,11 +87,10 @@ class CoTTA(SecondWeights):
         return [parameter for parameter in [*super().moving(), *head] if id(parameter) in named]
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        logits, report = super().answer(images)
-        if self._taught is not None and not report.refused:
-            logits = self._taught
         self._taught = None
-        return logits, report
+        logits, report = super().answer(images)
+        taught, self._taught = self._taught, None
+        return (logits if taught is None or report.refused else taught), report
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with self.with_weights(self.second()):
@@ -122,8 +121,9 @@ class CoTTA(SecondWeights):
     def after_step(self) -> None:
         self.average_into_second(self.config.keep)
         generator = self.generator(self.config.augmentations)
+        ours = self.changing()
         with torch.no_grad():
             for name in self.second_names():
-                tensor = self.changing()[name]
+                tensor = ours[name]
                 back = torch.rand(tensor.shape, generator=generator).to(tensor.device) < self.config.restore
                 tensor.copy_(torch.where(back, self._source_state[name].to(tensor), tensor))

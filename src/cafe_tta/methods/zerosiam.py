@@ -1,7 +1,8 @@
 """ZeroSiam: entropy minimisation behind a small predictor, which is tied to the answers without it.
 
 Chen et al., ZeroSiam: an efficient asymmetry for test-time entropy optimization without collapse, ICLR 2026.
-https://arxiv.org/abs/2509.23183. Original: https://github.com/Cascol-Chen/ZeroSiam (no licence stated; built on SAR). Written from the formulas.
+https://arxiv.org/abs/2509.23183. Original: https://github.com/Cascol-Chen/ZeroSiam (no licence stated; built on SAR).
+Written from the formulas.
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ _NAME = re.compile(r"snapshot-(\d{8})\.safetensors")
 
 def for_answering(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of an adapter's state that answers depend on, without the optimiser's memory."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("classifier.", "adapter."))}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
