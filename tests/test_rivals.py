@@ -1223,6 +1223,29 @@ def test_augmentation_is_that_of_pixels_whatever_the_normalisation():
         cafe.ROIDConfig(pixel_mean=(0.5,))
 
 
+def test_commands_and_benchmarks_say_how_pixels_were_normalised(sharp):
+    from cafe_tta.methods import knowing_pixels
+    from cafe_tta.methods.choice import MethodOptions
+
+    preprocessing = SimpleNamespace(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
+    model = SimpleNamespace(classifier=sharp.classifier, preprocessing=preprocessing)
+    adapter = MethodOptions(method="roid", set=["lr=0.1"]).adapter(model, {})
+    assert adapter.config.pixel_mean == (0.1, 0.2, 0.3) and adapter.config.pixel_std == (0.4, 0.5, 0.6)
+    told = cafe.CoTTAConfig(pixel_mean=(0.5,) * 3, pixel_std=(0.2,) * 3)
+    assert knowing_pixels(told, [0.1], [0.2]) is told
+    assert knowing_pixels(cafe.SARConfig(), [0.1], [0.2]) == cafe.SARConfig()
+
+
+def test_statistics_reach_a_method_that_needs_none_and_unmixes(monkeypatch):
+    from cafe_tta.bench import plan
+    from cafe_tta.bench.source_side import SourceSide
+
+    side = SourceSide.__new__(SourceSide)
+    monkeypatch.setattr(SourceSide, "grouped", lambda self, row=None: "statistics")
+    rows = plan("mixed", "digits", "roid, roid(normalisation=unmix), source").rows
+    assert [side.needed(row) for row in rows] == [None, "statistics", None]
+
+
 def test_parts_of_the_augmentation():
     """Colours against the standard library; geometry by images whose turn is known."""
     import colorsys

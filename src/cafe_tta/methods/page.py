@@ -13,10 +13,10 @@ HEADS = ("method", "needs", "moves", "passes", *LAYERS, "keeps", "as one", "lice
 MEANINGS = f"""\
 - needs: what it takes from the source domain (`cafe-tta stats --kind …`).
 - moves: what adapting changes. passes: forward / backward passes over a batch, the answer included.
-- {", ".join(LAYERS)}: the fewest images that it learns from in classifiers with such layers. Fewer are answered without
-  a step, and `adapter.report.reason` says so. –: such classifiers are refused.
-- keeps: what it remembers of the stream, beside what moves, its optimiser and BatchNorm's running statistics. Nothing
-  grows with the stream.
+- {", ".join(LAYERS)}: the fewest images that it learns from in classifiers with such layers. Fewer are
+  answered without a step, and `adapter.report.reason` says so. –: such classifiers are refused.
+- keeps: what it remembers of the stream, beside what moves, its optimiser and BatchNorm's running statistics. With the
+  default options, nothing grows with the stream.
 - as one: whether many processes can adapt as one ([scale.md](scale.md)).
 - licence: that of the authors' code, where there is any that we know of. Ours is written from the formulas, and MIT."""
 COMPOSITION = """\
@@ -33,7 +33,9 @@ Methods with gradient steps share these options, and any value goes with any oth
 | `answer`, `every` | which logits are returned; how often a step is taken |
 
 So `cafe_tta.create("roid", classifier, stats, normalisation="unmix")` and
-`cafe_tta.create("cafe", classifier, stats, max_entropy=0.4)` are methods too. Refused, with a reason:
+`cafe_tta.create("cafe", classifier, stats, max_entropy=0.4)` are methods too. With `batch`, running
+statistics follow the stream, for `predict` and `answer="after-eval"`; most of the originals drop them. Refused, with a
+reason:
 
 - `normalisation="unmix"` without statistics that hold styles: also for methods that need another value of the source;
   `unmix` and `unmix-tns` without BatchNorm layers.
