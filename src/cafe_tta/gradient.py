@@ -295,6 +295,8 @@ class GradientAdapter(Adapter):
         layers = batchnorm_layers(self.classifier)
         if not layers:
             raise ValueError("normalisation='unmix-tns' needs BatchNorm layers, but this classifier has none")
+        if self.ranks.size > 1:
+            raise ValueError("normalisation='unmix-tns' adapts in one process, but this one is a rank of several")
         return Mixture(layers, components, full_batch)
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:

@@ -41,7 +41,7 @@ reason:
   `unmix` and `unmix-tns` without BatchNorm layers.
 - `answer` and `every` for `cotta`; those, `normalisation` and `max_entropy` for `rotta`: their teacher answers.
 - `parameters="all"` for `eata`, whose Fisher information is that of the normalisation layers.
-- `max_entropy` where many processes adapt as one, but for `eta`, `eata` and `rdumb`.
+- Where many processes adapt as one: `normalisation="unmix-tns"`, and `max_entropy` but for `eta`, `eata` and `rdumb`.
 - `nesterov` with Adam, or without momentum."""
 
 
