@@ -222,18 +222,18 @@ class Adapter(nn.Module):
     def source_weights(self) -> Iterator[None]:
         """The source classifier inside the block; afterwards the adapted one is back."""
         learnt = {tensor: tensor.data for tensor in self.changing().values()}
-        unmixer = self.normaliser.unmixer
+        by_image = self.normaliser.by_image
         try:
             for name, tensor in self.changing().items():
                 tensor.data = self._source_state[name].to(tensor)
-            if unmixer is not None:
-                unmixer.enabled = False
+            if by_image is not None:
+                by_image.enabled = False
             yield
         finally:
             for tensor, values in learnt.items():
                 tensor.data = values
-            if unmixer is not None:
-                unmixer.enabled = True
+            if by_image is not None:
+                by_image.enabled = True
 
     def reset(self) -> None:
         """Forgets every image: bit for bit the source classifier again."""

@@ -169,12 +169,17 @@ class GradientAdapter(Adapter):
 
     def prepare(self, source: Any) -> None:
         kind = self.config.normalisation
-        unmixer: Any = self.unmixer(source, self.config.unmix_window) if kind == "unmix" else None
-        if kind == "unmix-tns":
-            unmixer = self.mixture(self.config.components, self.config.batch_size)
+        unmixer = self.unmixer(source, self.config.unmix_window) if kind == "unmix" else None
+        mixture = self.mixture(self.config.components, self.config.batch_size) if kind == "unmix-tns" else None
         weight = self.config.slow if kind == "slow" else self.config.blend
         self.normaliser = Normaliser(
-            self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm, unmixer=unmixer
+            self.classifier,
+            kind,
+            weight,
+            ranks=self.ranks,
+            shared=self.config.sync_batchnorm,
+            unmixer=unmixer,
+            mixture=mixture,
         )
         if self.ranks.size > 1 and self.config.max_entropy is not None and not self.filters_as_one:
             raise ValueError(

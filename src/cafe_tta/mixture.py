@@ -62,9 +62,6 @@ class Mixture:
         if self._updating:  # the old one is the backup
             self.memory = {name: tensor.to(images.device, copy=True) for name, tensor in self.memory.items()}
 
-    def notes(self) -> dict[str, float]:
-        return {}
-
     def normalised(self, layer: _BatchNorm, number: int, activations: Tensor) -> Tensor:
         """Each image normalised with the mixture as it moves it; gradients flow through its own statistics."""
         axes = tuple(range(2, activations.dim()))

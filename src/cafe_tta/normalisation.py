@@ -50,10 +50,12 @@ class Normaliser:
         prior: float | None = None,
         ranks: Ranks = ALONE,
         shared: bool = True,
-        unmixer: Unmixer | Mixture | None = None,
+        unmixer: Unmixer | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self.kind = kind
         self.unmixer = unmixer
+        self.by_image: Unmixer | Mixture | None = unmixer or mixture  # what normalises each image by itself
         self.weight = weight
         self.prior = prior
         self.layers = batchnorm_layers(classifier)
@@ -99,23 +101,23 @@ class Normaliser:
 
     def look(self, images: Tensor) -> None:
         """Is shown the images of every pass before it begins."""
-        if self.unmixer is not None:
-            self.unmixer.look(images, self.updating)
+        if self.by_image is not None:
+            self.by_image.look(images, self.updating)
 
     def reset(self) -> None:
         """Forgets the stream, but for the running statistics, which the classifier has."""
-        if self.unmixer is not None:
-            self.unmixer.reset()
+        if self.by_image is not None:
+            self.by_image.reset()
 
     @property
     def memory(self) -> Mapping[str, Tensor]:
         """What it remembers of the stream beside the running statistics: replaced by every pass, never changed."""
-        return {} if self.unmixer is None else self.unmixer.memory
+        return {} if self.by_image is None else self.by_image.memory
 
     @memory.setter
     def memory(self, tensors: Mapping[str, Tensor]) -> None:
-        if self.unmixer is not None:
-            self.unmixer.memory = dict(tensors)
+        if self.by_image is not None:
+            self.by_image.memory = dict(tensors)
 
     def average_statistics(self) -> None:
         """Averages the running statistics of ranks that normalised separately, after a pass and its backward pass."""

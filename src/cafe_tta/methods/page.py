@@ -38,7 +38,7 @@ statistics follow the stream, for `predict` and `answer="after-eval"`; most of t
 reason:
 
 - `normalisation="unmix"` without statistics that hold styles: also for methods that need another value of the source;
-  `unmix` and `unmix-tns` without BatchNorm layers.
+  `unmix-tns` without BatchNorm layers.
 - `answer` and `every` for `cotta`; those, `normalisation` and `max_entropy` for `rotta`: their teacher answers.
 - `parameters="all"` for `eata`, whose Fisher information is that of the normalisation layers.
 - Where many processes adapt as one: `normalisation="unmix-tns"`, and `max_entropy` but for `eta`, `eata` and `rdumb`.

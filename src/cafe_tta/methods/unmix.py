@@ -54,7 +54,7 @@ class Unmix(Adapter):
     name = "unmix"
     distributed = True
     traits = Traits(
-        "statistics of BatchNorm", backward=(0, 0), smallest=(1, None, None), keeps="32 clusters of statistics"
+        "statistics of BatchNorm", backward=(0, 0), smallest=(1, None, None), keeps="clusters of statistics"
     )
     needs = "stats"
     Config = UnmixConfig

@@ -68,7 +68,7 @@ class UnMixTNS(Adapter):
         if not layers:
             raise ValueError("unmix-tns replaces the statistics of BatchNorm layers, but this classifier has none")
         mixture = Mixture(layers, self.config.components, self.config.batch_size, self.config.seed)
-        self.normaliser = Normaliser(self.classifier, "unmix-tns", unmixer=mixture)
+        self.normaliser = Normaliser(self.classifier, "unmix-tns", mixture=mixture)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         with torch.no_grad():
