@@ -6,20 +6,18 @@ import torch
 import cafe_tta as cafe
 from cafe_tta import checks
 
-# The small network is never certain: with these, its images are learnt from.
-LOOSE = {
-    "eta": {"max_entropy": 1.0, "max_similarity": 1.0},
-    "eata": {"max_entropy": 1.0, "max_similarity": 1.0},
-    "rdumb": {"max_entropy": 1.0, "max_similarity": 1.0, "reset_every": 2},
-    "sar": {"max_entropy": 1.0},
-    "deyo": {"max_entropy": 1.0, "min_drop": -1.0},
+from .loose import LOOSE
+
+# Settings that do something, soon and in little time.
+SETTINGS = LOOSE | {
+    "rdumb": {**LOOSE["rdumb"], "reset_every": 2},
     "cotta": {"augmentations": 2},
     "rotta": {"capacity": 16},
 }
 BATCHNORM_NOT = ("moetta",)  # has nothing to do where there is only BatchNorm
 WITHOUT_BATCHNORM = [name for name in cafe.METHODS if name not in ("adabn", "unmix", "unmix-tns")]
 VARIANTS = [
-    *((name, LOOSE.get(name, {})) for name in cafe.METHODS if name not in BATCHNORM_NOT),
+    *((name, SETTINGS.get(name, {})) for name in cafe.METHODS if name not in BATCHNORM_NOT),
     ("cafe", {"max_entropy": 0.99, "reset_every": 2}),
     ("cafe", {"normalisation": "slow"}),
     ("tent", {"normalisation": "unmix-tns"}),
@@ -69,7 +67,7 @@ def test_method_keeps_the_contract(check, variant, source):
 def test_method_keeps_the_contract_without_batchnorm(check, name, source_without_batchnorm):
     source = source_without_batchnorm
     needs = source.needs[cafe.METHODS[name].needs]
-    check(lambda: cafe.create(name, source.classifier, needs, **LOOSE.get(name, {})), source.corrupted)
+    check(lambda: cafe.create(name, source.classifier, needs, **SETTINGS.get(name, {})), source.corrupted)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in cafe.METHODS.items() if kind.adapts])
@@ -77,7 +75,7 @@ def test_the_contract_is_kept_by_a_method_that_steps(name, source, source_withou
     """A method that learns nothing from these images would keep it too."""
     fitting = [(source, name not in BATCHNORM_NOT), (source_without_batchnorm, name in WITHOUT_BATCHNORM)]
     for made in (made for made, fits in fitting if fits):
-        adapter = cafe.create(name, made.classifier, made.needs[cafe.METHODS[name].needs], **LOOSE.get(name, {}))
+        adapter = cafe.create(name, made.classifier, made.needs[cafe.METHODS[name].needs], **SETTINGS.get(name, {}))
         for images in (made.corrupted, made.corrupted.flip(0)):
             adapter(images)
         assert adapter.counters.steps == 2, adapter.report.reason

@@ -10,16 +10,10 @@ import cafe_tta as cafe
 from cafe_tta.methods.page import HEADS, capabilities, page
 from cafe_tta.traits import LAYERS
 
+from .loose import LOOSE
+
 ROOT = Path(__file__).parents[1]
-# The small networks are never certain: with these, their images are learnt from. A memory of 2 images is full at once.
-LOOSE = {
-    "eta": {"max_entropy": 1.0, "max_similarity": 1.0},
-    "eata": {"max_entropy": 1.0, "max_similarity": 1.0},
-    "rdumb": {"max_entropy": 1.0, "max_similarity": 1.0},
-    "sar": {"max_entropy": 1.0},
-    "deyo": {"max_entropy": 1.0, "min_drop": -1.0},
-    "rotta": {"capacity": 2},
-}
+SETTINGS = LOOSE | {"rotta": {"capacity": 2}}  # a memory of 2 images is full at once
 
 
 @pytest.fixture
@@ -29,7 +23,7 @@ def sources(source, source_with_layernorm, source_without_batchnorm):
 
 def create(name, source, **options):
     needs = source.needs[cafe.METHODS[name].needs]
-    return cafe.create(name, source.classifier, needs, **{**LOOSE.get(name, {}), **options})
+    return cafe.create(name, source.classifier, needs, **{**SETTINGS.get(name, {}), **options})
 
 
 def passes(adapter, images):
