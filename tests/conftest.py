@@ -27,6 +27,33 @@ def small_network(seed: int = 0, batchnorm: bool = True) -> nn.Sequential:
     )
 
 
+class Tokens(nn.Module):
+    """(B, C, H, W) -> (B, H·W, C)"""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(2).transpose(1, 2)
+
+
+class MeanToken(nn.Module):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.mean(1)
+
+
+def small_transformer() -> nn.Sequential:
+    """LayerNorms on tokens, as in a vision transformer."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=3),
+        Tokens(),
+        nn.LayerNorm(8),
+        nn.Linear(8, 12),
+        nn.GELU(),
+        nn.LayerNorm(12),
+        MeanToken(),
+        nn.Linear(12, 4),
+    )
+
+
 def make_source(network: nn.Module) -> SimpleNamespace:
     """A classifier with statistics that belong to it, and all that any method needs from the source domain."""
     generator = torch.Generator().manual_seed(1)
@@ -52,6 +79,9 @@ def make_source(network: nn.Module) -> SimpleNamespace:
             "stats": stats.group(num_groups=3, seed=0),
             "histograms": cafe.SourceHistograms.fit(classifier, loader),
             "posterior": posterior,
+            "activations": cafe.ActivationStats.fit(classifier, loader),
+            "class-moments": cafe.ClassMoments.fit(classifier, loader),
+            "fisher": cafe.FisherInformation.fit(classifier, loader),
             "data": loader,
         },
         corrupted=images[:48] * 1.7 + 0.4,
@@ -86,3 +116,8 @@ def source() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def source_without_batchnorm() -> SimpleNamespace:
     return make_source(small_network(batchnorm=False))
+
+
+@pytest.fixture(scope="session")
+def source_with_layernorm() -> SimpleNamespace:
+    return make_source(small_transformer())

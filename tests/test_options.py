@@ -86,7 +86,7 @@ def test_every_option_of_every_method_has_a_meaning(name):
     """A whole sentence, in the docstring that `help()` shows."""
     config = cafe.METHODS[name].Config
     for described in describe(config):
-        assert described.meaning[:1].isupper() or described.meaning[0] in "ετ"
+        assert described.meaning[:1].isupper() or described.meaning[0] in "ετλβρα"
         assert described.meaning.endswith(".") and described.meaning in config.__doc__
     assert {described.name for described in describe(config)} == set(config.__dataclass_fields__)
 

@@ -21,6 +21,7 @@ from cafe_tta.options import Options, describe, option, require_known
 from cafe_tta.source import SourceValue, SourceWarning, source_kind
 from cafe_tta.source.images import ImageCheck, ImageRecord
 from cafe_tta.styles import StyleStats
+from cafe_tta.traits import Traits
 from cafe_tta.unmixing import PRIOR, Unmixer
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class Adapter(Displayed, nn.Module):
     needs: ClassVar[str | None] = None  # from the source domain: None, or a key of `cafe_tta.source.SOURCES`
     adapts: ClassVar[bool] = True  # False for a baseline that only answers
     distributed: ClassVar[bool] = False  # whether many processes may adapt as one: it sums through `self.ranks`
+    in_tables: ClassVar[bool] = True  # False: benchmarks and the demo run it only where it is named
+    traits: ClassVar[Traits | None] = None  # for the table of methods
     remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
@@ -280,18 +283,18 @@ class Adapter(Displayed, nn.Module):
     def source_weights(self) -> Iterator[None]:
         """The source classifier inside the block; afterwards the adapted one is back."""
         learnt = {tensor: tensor.data for tensor in self.changing().values()}
-        unmixer = self.normaliser.unmixer
+        by_image = self.normaliser.by_image
         try:
             for name, tensor in self.changing().items():
                 tensor.data = self._source_state[name].to(tensor)
-            if unmixer is not None:
-                unmixer.enabled = False
+            if by_image is not None:
+                by_image.enabled = False
             yield
         finally:
             for tensor, values in learnt.items():
                 tensor.data = values
-            if unmixer is not None:
-                unmixer.enabled = True
+            if by_image is not None:
+                by_image.enabled = True
 
     def reset(self) -> None:
         """Forgets every image: bit for bit the source classifier again."""

@@ -1,14 +1,18 @@
 """Methods that take gradient steps: everything but their loss."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from cafe_tta import losses
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
-from cafe_tta.normalisation import Normalisation, Normaliser, norm_parameters
+from cafe_tta.mixture import Mixture
+from cafe_tta.normalisation import Normalisation, Normaliser, batchnorm_layers, norm_parameters
 from cafe_tta.options import option
 
 LARGEST_GRADIENT = 1e15  # a step along a larger one leaves weights that overflow in the next pass
@@ -33,8 +37,9 @@ class StepConfig(AdapterConfig):
     )
     normalisation: Normalisation = option(
         "batch",
-        "What BatchNorm normalises with while adapting: the batch (the paper), the source's statistics, a blend, or, "
-        "for each image, the images of the stream that are corrupted like it (unmix).",
+        "What BatchNorm normalises with while adapting: the batch (the paper), the source's statistics, a blend, "
+        "statistics that follow the stream slowly (slow), or, for each image, the images of the stream that are "
+        "corrupted like it (unmix), or a mixture of components that it moves (unmix-tns).",
     )
     unmix_window: int = option(
         1000,
@@ -58,6 +63,28 @@ class StepConfig(AdapterConfig):
         True, "With many ranks: whether BatchNorm normalises with the batch of all ranks, or each rank with its own."
     )
     every: int = option(1, "A step is taken on each n-th batch; every batch is answered.", least=1)
+    nesterov: bool = option(False, "Whether SGD's momentum is Nesterov's.")
+    weight_decay: float = option(0.0, "Weight decay of the optimiser.", least=0)
+    max_entropy: float | None = option(
+        None,
+        "The entropy filter: images whose predictions have at least this share of the largest entropy, ln C, are "
+        "answered and not learnt from.",
+        above=0,
+        most=1,
+    )
+    reset_every: int | None = option(
+        None, "Everything learnt is forgotten after each n-th batch: back to the source classifier.", least=1
+    )
+    slow: float = option(0.05, "Weight of a batch in the statistics, for normalisation=slow.", above=0, most=1)
+    components: int = option(16, "K: components of the mixture, for normalisation=unmix-tns.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError(
+                f"expected `nesterov` with optimizer='sgd' and a momentum above 0, but got {self.optimizer!r} and "
+                f"{self.momentum}"
+            )
 
     @property
     def unmixes(self) -> bool:
@@ -109,14 +136,27 @@ class GradientAdapter(Adapter):
     (torch.Size([8, 3]), True)
     """
 
+    filters_as_one: ClassVar[bool] = False  # whether `loss` counts the images of all ranks that pass the filter
     Config: ClassVar[type[AdapterConfig]] = StepConfig
     config: StepConfig
     optimizer: torch.optim.Optimizer
     notes: dict[str, float]  # filled by `loss`: what to report of the batch
+    batch: Tensor  # all images of the batch at hand, and
+    kept: Tensor  # (B,): which of them passed the entropy filter. Both are there while `loss` runs.
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        """What a step makes smaller: a scalar. Raises `NothingToLearn` where the batch has nothing to learn from."""
+        """What a step makes smaller: a scalar. Raises `NothingToLearn` where the batch has nothing to learn from.
+
+        Features and logits are those of the images that pass the entropy filter: all, where there is none.
+        """
         raise NotImplementedError
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """What the entropy filter compares: the entropy of each prediction. (B, C) -> (B,)"""
+        return losses.entropy(logits)
+
+    def after_step(self) -> None:
+        """Called when the optimiser has moved the weights, before anything is answered with them."""
 
     def moving(self) -> list[nn.Parameter]:
         """What a step moves: parameters of the backbone; the head is fixed (Sec. 4.1)."""
@@ -128,33 +168,79 @@ class GradientAdapter(Adapter):
         return [parameter for parameter in chosen if id(parameter) in late]
 
     def prepare(self, source: Any) -> None:
-        kind, weight = self.config.normalisation, self.config.blend
+        kind = self.config.normalisation
         unmixer = self.unmixer(source, self.config.unmix_window) if kind == "unmix" else None
+        mixture = self.mixture(self.config.components, self.config.batch_size) if kind == "unmix-tns" else None
+        weight = self.config.slow if kind == "slow" else self.config.blend
         self.normaliser = Normaliser(
-            self.classifier, kind, weight, ranks=self.ranks, shared=self.config.sync_batchnorm, unmixer=unmixer
+            self.classifier,
+            kind,
+            weight,
+            ranks=self.ranks,
+            shared=self.config.sync_batchnorm,
+            unmixer=unmixer,
+            mixture=mixture,
         )
+        if self.ranks.size > 1 and self.config.max_entropy is not None and not self.filters_as_one:
+            raise ValueError(
+                f"{self.name} filters by entropy (max_entropy) in one process, but this one is a rank of several"
+            )
         moving = self.moving()
         if not moving:
             raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")
         for parameter in moving:
             parameter.requires_grad_(True)
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimiser moves, with options of their own where they have any."""
+        return [{"params": self.moving()}]
+
     def reset(self) -> None:
         super().reset()
         self.notes = {}
-        if self.config.optimizer == "adam":
-            self.optimizer = torch.optim.Adam(self.moving(), lr=self.config.lr)
+        config, groups = self.config, self.parameter_groups()
+        if config.optimizer == "adam":
+            self.optimizer = torch.optim.Adam(groups, lr=config.lr, weight_decay=config.weight_decay)
         else:
-            self.optimizer = torch.optim.SGD(self.moving(), lr=self.config.lr, momentum=self.config.momentum)
+            self.optimizer = torch.optim.SGD(
+                groups, config.lr, config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov
+            )
+
+    def forget(self) -> None:
+        """Back to the source classifier in the middle of a stream: as `reset`, but batches are still counted."""
+        counters, notes = self.counters, self.notes
+        self.reset()
+        self.counters, self.notes = counters, notes
+
+    @property
+    def batch_number(self) -> int:
+        """The number of the batch at hand, from 0 at the reset, and at each reset that `reset_every` makes."""
+        return self.counters.batches % (self.config.reset_every or self.counters.batches + 1)
+
+    def generator(self, purpose: int = 0) -> torch.Generator:
+        """Random numbers that depend on the batch's number alone: the same after a reset, and after a resume."""
+        return torch.Generator().manual_seed(1000 * self.batch_number + purpose)
+
+    def answer_or_roll_back(self, images: Tensor) -> tuple[Tensor, Report]:
+        if self.config.reset_every is None or self.batch_number or not self.counters.batches:
+            return super().answer_or_roll_back(images)
+        before = {name: tensor.detach().clone() for name, tensor in self.state().items()}
+        self.forget()
+        try:
+            logits, report = super().answer_or_roll_back(images)
+        except BaseException:
+            self.set_state(before)
+            raise
+        return logits, replace(report, notes={**report.notes, "reset": 1.0})
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         size = self.ranks.count(images)
-        if self.normaliser.uses_batch and (found := self.normaliser.batch_size(images)) < self.config.min_batch:
+        if self.normaliser.needs_many and (found := self.normaliser.batch_size(images)) < self.config.min_batch:
             reason = f"a batch of {found} is too small to normalise with (min_batch={self.config.min_batch})"
             return self.predict(images), Report(size, stepped=False, reason=reason)
         self.notes = {}
         self.normaliser.adapting()
-        if self.counters.batches % self.config.every:
+        if self.batch_number % self.config.every:
             with torch.no_grad():
                 features, logits = self.run(images)
             self.normaliser.average_statistics()
@@ -173,21 +259,50 @@ class GradientAdapter(Adapter):
 
     def _learn(self, images: Tensor, features: Tensor, logits: Tensor) -> Report:
         """Takes a step on a batch, or says why not."""
+        size, self.batch = self.ranks.count(images), images
         loss = None
         try:
-            loss = self.loss(features, logits)
+            loss = self.loss(*self._filtered(features, logits))
             refusal = reason = self._backward(features, loss)
             if not refusal:
                 self.optimizer.step()
+                self.after_step()
         except NothingToLearn as nothing:
             refusal = self.why_unusable(features)
             reason = refusal or str(nothing)
         finally:
+            del self.batch
+            self.kept = torch.empty(0)
             self.optimizer.zero_grad(set_to_none=True)
         if not refusal:
             self.normaliser.average_statistics()
-        size = self.ranks.count(images)
         return Report(size, not reason, bool(refusal), reason, None if loss is None else loss.item(), self.notes)
+
+    def _filtered(self, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and logits of the images that pass the entropy filter."""
+        share = self.config.max_entropy
+        if share is None:
+            self.kept = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            return features, logits
+        self.kept = self.uncertainty(logits.detach()) < self.largest_entropy(share)
+        (passed,) = self.ranks.sum(self.kept.sum())
+        self.notes["passed"] = passed.item()
+        if not passed:
+            raise NothingToLearn(f"no image passes the entropy filter (max_entropy={share:g})")
+        return features[self.kept], logits[self.kept]
+
+    def largest_entropy(self, share: float) -> float:
+        """A share of the largest entropy that a prediction can have, ln C."""
+        return share * math.log(self.classifier.num_classes)
+
+    def mixture(self, components: int, full_batch: int) -> Mixture:
+        """What normalises each image with a mixture that it moves (UnMix-TNS)."""
+        layers = batchnorm_layers(self.classifier)
+        if not layers:
+            raise ValueError("normalisation='unmix-tns' needs BatchNorm layers, but this classifier has none")
+        if self.ranks.size > 1:
+            raise ValueError("normalisation='unmix-tns' adapts in one process, but this one is a rank of several")
+        return Mixture(layers, components, full_batch)
 
     def _backward(self, features: Tensor, loss: Tensor) -> str:
         """Computes the gradients of the loss. Says why they cannot be used, where they cannot."""
@@ -249,3 +364,24 @@ class GradientAdapter(Adapter):
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     memory[key] = value.to(parameter)
         return self
+
+
+@contextmanager
+def climbed(parameters: Sequence[Tensor], radius: float) -> Iterator[None]:
+    """Inside the block, the parameters are `radius` up along their gradients; afterwards, exactly where they were.
+
+    The first half of a sharpness-aware step (Foret et al., 2021): θ + ρ g / ‖g‖, one norm over all parameters.
+    """
+    moved = [p for p in parameters if p.grad is not None]
+    before = [p.detach().clone() for p in moved]
+    norm = torch.stack([p.grad.norm() for p in moved if p.grad is not None]).norm()
+    with torch.no_grad():
+        for p in moved:
+            assert p.grad is not None
+            p.add_(p.grad * (radius / (norm + 1e-12)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(moved, before, strict=True):
+                p.copy_(value)

@@ -21,6 +21,44 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(1)
 
 
+def opinion_entropy(logits: Tensor) -> Tensor:
+    """COME: entropy of a subjective opinion, whose mass of uncertainty is C / (Σ exp z + C). (B, C) -> (B,)
+
+    It is the softmax entropy with a further logit ln C; the length of the logits gets no gradient, so that a
+    prediction cannot become certain by growing alone. Zhang et al., COME, ICLR 2025. https://arxiv.org/abs/2410.10894
+
+    >>> sure, unsure = torch.tensor([[9.0, 0, 0]]), torch.zeros(1, 3)
+    >>> bool(opinion_entropy(sure) < opinion_entropy(unsure))
+    True
+    """
+    length = torch.linalg.vector_norm(logits, dim=1, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
+    fixed = logits / length * length.detach()
+    unsure = fixed.new_full((len(fixed), 1), math.log(fixed.shape[1]))
+    return entropy(torch.cat([fixed, unsure], 1))
+
+
+def soft_likelihood_ratio(logits: Tensor) -> Tensor:
+    """-Σ_c p̂_c ln(p̂_c / (1 - p̂_c) + 1e-5) with p̂ = min(p, 0.99): certain predictions still have a gradient (ROID).
+
+    >>> losses = soft_likelihood_ratio(torch.tensor([[3.0, 0, 0], [0, 0, 0]]))
+    >>> bool(losses[0] < losses[1])
+    True
+    """
+    probs = logits.softmax(1).clamp(max=0.99)
+    return -(probs * (probs / (1 - probs) + 1e-5).log()).sum(1)
+
+
+def symmetric_cross_entropy(a: Tensor, b: Tensor) -> Tensor:
+    """-½ Σ p_b ln p_a - ½ Σ p_a ln p_b of two sets of logits, with gradients of both. 2 × (B, C) -> (B,)
+
+    >>> logits = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> torch.allclose(symmetric_cross_entropy(logits, logits), entropy(logits))
+    True
+    """
+    log_a, log_b = a.log_softmax(1), b.log_softmax(1)
+    return -(log_b.exp() * log_a + log_a.exp() * log_b).sum(1) / 2
+
+
 def _mean(*values: Tensor) -> tuple[Tensor, ...]:
     return tuple(value.mean(0) for value in values)
 

@@ -1,5 +1,6 @@
 """What the BatchNorm layers of a classifier normalise with: the batch, the source, a blend, or images like each one."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,9 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cafe_tta import channels
 from cafe_tta.distributed import ALONE, Ranks
+from cafe_tta.mixture import Mixture
 from cafe_tta.unmixing import Unmixer
 
-Normalisation = Literal["batch", "source", "blend", "unmix"]
+Normalisation = Literal["batch", "source", "blend", "unmix", "slow", "unmix-tns"]
 NORM_LAYERS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -19,9 +21,10 @@ def batchnorm_layers(module: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
 
 
-def norm_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Weight and bias of every normalisation layer."""
-    layers = [layer for layer in module.modules() if isinstance(layer, NORM_LAYERS)]
+def norm_parameters(module: nn.Module, skip: re.Pattern[str] | None = None) -> list[nn.Parameter]:
+    """Weight and bias of every normalisation layer, but of those whose name has a match of `skip`."""
+    named = [(name.removeprefix("model."), layer) for name, layer in module.named_modules()]
+    layers = [layer for name, layer in named if isinstance(layer, NORM_LAYERS) and not (skip and skip.search(name))]
     return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
 
 
@@ -30,9 +33,10 @@ class Normaliser:
 
     `batch`: normalise with the batch and let the running statistics follow it (the paper). `source`: statistics stay as
     trained. `blend`: (1 - w)·source + w·batch, with a fixed weight w, or w = n / (prior + n) for a batch of n images;
-    the running statistics follow the blend. `unmix`: each image is normalised with the images of the stream that are
-    corrupted like it, also when evaluating (see `unmixing`). With the others, evaluating uses the running statistics.
-    Only BatchNorm is ever in training mode: dropout stays off.
+    the running statistics follow the blend. `slow`: (1 - w)·running + w·batch, which the running statistics become
+    (RoTTA). `unmix`: each image is normalised with the images of the stream that are corrupted like it, also when
+    evaluating (see `unmixing`); `unmix-tns`: with a mixture of components (see `mixture`). With the others, evaluating
+    uses the running statistics. Only BatchNorm is ever in training mode: dropout stays off.
 
     Where several ranks adapt as one, the batch is that of all ranks; unless `shared` is off: then each rank normalises
     with its own images, and the running statistics are averaged over the ranks.
@@ -47,9 +51,11 @@ class Normaliser:
         ranks: Ranks = ALONE,
         shared: bool = True,
         unmixer: Unmixer | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self.kind = kind
         self.unmixer = unmixer
+        self.by_image: Unmixer | Mixture | None = unmixer or mixture  # what normalises each image by itself
         self.weight = weight
         self.prior = prior
         self.layers = batchnorm_layers(classifier)
@@ -61,7 +67,7 @@ class Normaliser:
         self.updating = True
         if kind != "batch" and any(layer.running_mean is None for layer in self.layers):
             raise ValueError(f"normalisation={kind!r} needs source statistics, but a BatchNorm layer tracks none")
-        if kind == "blend":
+        if kind in ("blend", "slow"):
             for layer in self.layers:
                 _Blend(self, layer)
         if kind == "batch" and shared:
@@ -70,12 +76,17 @@ class Normaliser:
     @property
     def uses_batch(self) -> bool:
         """Whether BatchNorm normalises with the batch, and its running statistics follow."""
+        return self.kind in ("batch", "blend", "slow") and bool(self.layers)
+
+    @property
+    def needs_many(self) -> bool:
+        """Whether a single image is too little to normalise with."""
         return self.kind in ("batch", "blend") and bool(self.layers)
 
     def adapting(self, update: bool = True) -> None:
         """The next pass normalises as `kind` says; running statistics follow it, unless `update` is off."""
         self._classifier.eval()
-        self.blending = self.kind == "blend"
+        self.blending = self.kind in ("blend", "slow")
         self.updating = update
         self._to_average = update and not self.shared and self.uses_batch and self.ranks.in_step
         if self.kind == "batch":
@@ -90,8 +101,8 @@ class Normaliser:
 
     def look(self, images: Tensor) -> None:
         """Is shown the images of every pass before it begins."""
-        if self.unmixer is not None:
-            self.unmixer.look(images, self.updating)
+        if self.by_image is not None:
+            self.by_image.look(images, self.updating)
 
     def leave(self, model: nn.Module) -> None:
         """Makes the layers of a copy of the classifier ordinary ones: without hooks, and with statistics of their own.
@@ -110,18 +121,18 @@ class Normaliser:
 
     def reset(self) -> None:
         """Forgets the stream, but for the running statistics, which the classifier has."""
-        if self.unmixer is not None:
-            self.unmixer.reset()
+        if self.by_image is not None:
+            self.by_image.reset()
 
     @property
     def memory(self) -> Mapping[str, Tensor]:
         """What it remembers of the stream beside the running statistics: replaced by every pass, never changed."""
-        return {} if self.unmixer is None else self.unmixer.memory
+        return {} if self.by_image is None else self.by_image.memory
 
     @memory.setter
     def memory(self, tensors: Mapping[str, Tensor]) -> None:
-        if self.unmixer is not None:
-            self.unmixer.memory = dict(tensors)
+        if self.by_image is not None:
+            self.by_image.memory = dict(tensors)
 
     def average_statistics(self) -> None:
         """Averages the running statistics of ranks that normalised separately, after a pass and its backward pass."""
@@ -174,12 +185,13 @@ class _Blend:
         ranks = self.normaliser.ranks if self.normaliser.shared else ALONE
         var, mean = ranks.var_mean(activations)  # (C,)
         weight = self.normaliser.blend_weight(ranks.count(activations))
-        mean = torch.lerp(self.source_mean.to(mean), mean, weight)
-        var = torch.lerp(self.source_var.to(var), var, weight)
+        slow = self.normaliser.kind == "slow"
+        base = (layer.running_mean, layer.running_var) if slow else (self.source_mean, self.source_var)
+        mean, var = torch.lerp(base[0].to(mean), mean, weight), torch.lerp(base[1].to(var), var, weight)
         if self.normaliser.updating:
-            with torch.no_grad():
-                layer.running_mean.lerp_(mean, layer.momentum or 0.1)
-                layer.running_var.lerp_(var, layer.momentum or 0.1)
+            with torch.no_grad():  # `slow`: the running statistics become the blend
+                layer.running_mean.lerp_(mean, 1.0 if slow else layer.momentum or 0.1)
+                layer.running_var.lerp_(var, 1.0 if slow else layer.momentum or 0.1)
         self._had = layer.running_mean, layer.running_var
         layer.running_mean, layer.running_var = mean.detach(), var.detach()
         return (channels.normalised_by_layer(activations, mean, var + layer.eps), *args[1:])

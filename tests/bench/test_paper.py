@@ -6,7 +6,8 @@ from cafe_tta import METHODS
 from cafe_tta.bench import paper
 from cafe_tta.bench.paper import Accuracy, published
 
-RIVALS = [name for name, kind in METHODS.items() if kind.needs != "data" and name not in ("cafe-plus", "unmix")]
+OURS = ("cafe-plus", "unmix")
+RIVALS = [n for n, kind in METHODS.items() if kind.in_tables and kind.needs != "data" and n not in OURS]
 CIFAR = [(dataset, protocol) for dataset in ("cifar10", "cifar100") for protocol in ("separated", "all-mixed")]
 IMAGENET = [("imagenet", protocol) for protocol in ("separated", "severity-mixed", "all-mixed")]
 CLEAN = [(dataset, "clean") for dataset in ("cifar10", "cifar100", "imagenet")]

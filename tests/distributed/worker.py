@@ -28,6 +28,9 @@ VARIANTS: list[tuple[str, dict]] = [
     ("cafe", {"parameters": "norm", "optimizer": "adam", "answer": "after-eval"}),
     ("cafe-no-infomax", {"adapt_from": "late"}),
     ("tent", {"answer": "after-eval", "min_batch": 5}),
+    ("eta", {"max_entropy": 0.97, "max_similarity": 1.0, "optimizer": "adam"}),
+    ("eata", {"max_entropy": 0.99, "max_similarity": 0.97, "reset_every": 3}),
+    ("neo", {}),
     ("adabn", {"momentum": None}),
     ("adabn", {"prior": 16}),
     ("unmix", {}),
@@ -255,6 +258,13 @@ def unlike(rank: int) -> None:
     said = error_of(other, own, (cafe.RankError,))
     expect("expected every rank to do the same, but got on rank 0 batch 0 of cafe, made of " in said, said)
 
+    try:
+        create("cafe", max_entropy=0.5)
+    except ValueError as error:
+        expect("cafe filters by entropy (max_entropy) in one process" in str(error), str(error))
+    else:
+        raise AssertionError("a filter that ranks cannot share was accepted")
+
     class Careless(cafe.Infomax):
         name = "careless"
 
@@ -337,7 +347,7 @@ def all_of_two(rank: int, path: str) -> None:
 
 def all_of_three(rank: int, path: str) -> None:
     resume(rank, path)
-    same_step(rank, VARIANTS[:-8])
+    same_step(rank, VARIANTS[:-11])
     batchnorm_apart(rank)
     bad_batches(rank)
     unlike(rank)

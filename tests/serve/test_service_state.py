@@ -12,7 +12,7 @@ import torch
 
 import cafe_tta as cafe
 from cafe_tta.serve import Service, Settings
-from cafe_tta.serve.snapshots import History, Snapshot, Store
+from cafe_tta.serve.snapshots import History, Replica, Snapshot, Store
 
 WAIT = 60.0
 
@@ -223,3 +223,15 @@ def test_history_is_bounded_by_number_and_by_bytes():
     assert [s.version for s in history] == [8, 9, 10]
     history.add(Snapshot(11, 0.0, {"weights": torch.zeros(5000)}))
     assert [s.version for s in history] == [11]
+
+
+@pytest.mark.parametrize("name", cafe.METHODS)
+def test_a_replica_answers_as_the_adapter_would(name, source, source_without_batchnorm):
+    """Whatever a method remembers of the stream: of all it takes but the optimiser's memory."""
+    made = source_without_batchnorm if name == "moetta" else source
+    adapter = cafe.create(name, made.classifier, made.needs[cafe.METHODS[name].needs])
+    replica = Replica(adapter)
+    for images in (made.corrupted, made.corrupted.flip(0)):
+        adapter(images)
+    replica.load(1, adapter.state())
+    assert torch.equal(replica(made.corrupted)[2], adapter.predict(made.corrupted))

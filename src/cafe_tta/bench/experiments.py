@@ -107,7 +107,7 @@ class Experiment:
     name: str
     shows: str
     protocols: tuple[str, ...] = ()  # its columns; empty: those of the data set in Table 1
-    methods: tuple[str, ...] = ()  # its rows; empty: every method that needs no source data while it adapts
+    methods: tuple[str, ...] = ()  # its rows; empty: all `in_tables` that need no source data while they adapt
     mode: Mode = "offline"
     frechet: bool = True  # whether distances from the source are measured
     sweep: bool = False  # one row for each number of groups
@@ -351,7 +351,7 @@ def _parse(name: str, settings: Iterable[str]) -> dict[str, Any]:
 
 
 def _rivals() -> list[str]:
-    return [name for name, kind in METHODS.items() if kind.needs != "data"]
+    return [name for name, kind in METHODS.items() if kind.in_tables and kind.needs != "data"]
 
 
 def _named(name: str, known: Mapping[str, Any], what: str) -> Any:

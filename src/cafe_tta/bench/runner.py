@@ -23,7 +23,7 @@ from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, read
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.distributed import Share
-from cafe_tta.methods import METHODS
+from cafe_tta.methods import METHODS, knowing_pixels
 from cafe_tta.source import Reference
 
 BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and the fewest images of a point
@@ -230,7 +230,9 @@ class Runner:
         if row.label not in self._adapters:
             self._adapters.clear()  # one at a time: a large model's adapters would not fit side by side
             needed, styles = self.source.needed(row), self.source.styles(row)
-            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, row.config, styles=styles)
+            pixels = self.source.preprocessing
+            config = knowing_pixels(row.config, pixels.mean, pixels.std)
+            self._adapters[row.label] = METHODS[row.method](self.source.classifier, needed, config, styles=styles)
         return self._adapters[row.label]
 
     def _reference(self) -> Reference | None:

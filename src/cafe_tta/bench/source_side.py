@@ -144,13 +144,14 @@ class SourceSide:
 
     def needed(self, row: Row) -> Any:
         """What the method of a row needs from the source domain."""
-        if row.needs is None:
+        kind = row.needs
+        if kind is None:
             return None
-        if row.needs == SourceStats.kind:
+        if kind == SourceStats.kind:
             return self.grouped(row)
-        if row.needs == SourceData.kind:
+        if kind == SourceData.kind:
             return _Repeatable(lambda: self._labelled_batches(row.config.batch_size, shuffled=True))
-        return self.value(row.needs)
+        return self.value(kind)
 
     def styles(self, row: Row) -> StyleStats | None:
         """The styles of the source images, where the method of a row unmixes and has no statistics of its own."""

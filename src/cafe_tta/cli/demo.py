@@ -24,7 +24,8 @@ def demo(
     from cafe_tta.bench.report.figures import draw_summary
     from cafe_tta.bench.report.tables import summary_table
 
-    plan = bench.plan("mixed", "digits", list(METHODS), _ONE_PASS, seeds=tuple(range(seeds)))
+    methods = [name for name, kind in METHODS.items() if kind.in_tables]
+    plan = bench.plan("mixed", "digits", methods, _ONE_PASS, seeds=tuple(range(seeds)))
     bench.run(plan, output, say=say, watch=progress)
     (column,) = main_columns(bench.report.make([output]).records)
     show_table(drawn(summary_table(column)))

@@ -1,6 +1,5 @@
 """`cafe-tta methods`: what there is, and what can be set."""
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from cafe_tta import plugins
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli.console import show_facts, show_table
 from cafe_tta.methods import METHODS, method
+from cafe_tta.methods.page import HEADS, capabilities, page, preset_changes, summary, told
 from cafe_tta.options import describe
 
 
@@ -25,10 +25,18 @@ def methods(
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+    what_each_can: Annotated[
+        bool, typer.Option("--capabilities", help="What each moves, costs, keeps, and learns from.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all there is to say, as a page.")] = False,
 ) -> None:
     """List the methods, or one method's options."""
     kinds = {name: method(name)} if name else {**METHODS, **{own: method(own) for own in plugins.available("methods")}}
-    if as_json:
+    if markdown:
+        print(page(kinds), end="")
+    elif what_each_can:
+        _show_capabilities(kinds)
+    elif as_json:
         described = {key: _description(kind) for key, kind in kinds.items()}
         print(json.dumps(described[name] if name else described, indent=2))
     elif name:
@@ -40,13 +48,20 @@ def methods(
 def _show_all(kinds: Mapping[str, type[Adapter]]) -> None:
     table = Table("method", "needs", "what it does", "presets", box=None, pad_edge=False)
     for name, kind in kinds.items():
-        table.add_row(name, kind.needs or "nothing", _summary(kind), ", ".join(kind.presets))
+        table.add_row(name, kind.needs or "nothing", summary(kind), ", ".join(kind.presets))
+    show_table(table)
+
+
+def _show_capabilities(kinds: Mapping[str, type[Adapter]]) -> None:
+    table = Table(*HEADS, box=None, pad_edge=False)
+    for name, kind in kinds.items():
+        table.add_row(*capabilities(name, kind))
     show_table(table)
 
 
 def _show_one(name: str, kind: type[Adapter]) -> None:
-    print(f"{(inspect.getdoc(kind) or '').partition('>>>')[0].rstrip()}\n")
-    show_facts([("method", name), ("needs", kind.needs or "nothing")])
+    print(f"{told(kind)}\n")
+    show_facts(list(zip(HEADS, capabilities(name, kind), strict=True)))
     print()
     table = Table("option", "default", "values", "meaning", box=None, pad_edge=False)
     for option in describe(kind.Config):
@@ -54,7 +69,7 @@ def _show_one(name: str, kind: type[Adapter]) -> None:
     show_table(table)
     print()
     table = Table("preset", "differs from the defaults in", box=None, pad_edge=False)
-    for preset, changes in _presets(kind).items():
+    for preset, changes in preset_changes(kind).items():
         table.add_row(preset, ", ".join(f"{key}={value}" for key, value in changes.items()) or "nothing")
     show_table(table)
 
@@ -64,20 +79,8 @@ def _description(kind: type[Adapter]) -> dict[str, Any]:
     return {
         "name": kind.name,
         "needs": kind.needs,
-        "summary": _summary(kind),
+        "summary": summary(kind),
         "options": [{name: getattr(option, name) for name in names} for option in describe(kind.Config)],
-        "presets": _presets(kind),
+        "presets": preset_changes(kind),
+        "traits": None if kind.traits is None else asdict(kind.traits),
     }
-
-
-def _presets(kind: type[Adapter]) -> dict[str, dict[str, Any]]:
-    """What every preset changes."""
-    usual = asdict(kind.Config())
-    return {
-        name: {key: value for key, value in asdict(config).items() if value != usual[key]}
-        for name, config in kind.presets.items()
-    }
-
-
-def _summary(kind: type[Adapter]) -> str:
-    return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")

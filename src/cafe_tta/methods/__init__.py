@@ -1,11 +1,15 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cafe_tta import plugins, storage
 from cafe_tta.adapter import STATE_KIND, STATE_VERSION, Adapter
 from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
+from cafe_tta.methods.actmad import ActMAD as ActMAD
+from cafe_tta.methods.actmad import ActMADConfig as ActMADConfig
 from cafe_tta.methods.adabn import AdaBN as AdaBN
 from cafe_tta.methods.adabn import AdaBNConfig as AdaBNConfig
 from cafe_tta.methods.bacs import BACS as BACS
@@ -16,18 +20,48 @@ from cafe_tta.methods.cafe_dimwise import CAFeDimwise as CAFeDimwise
 from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax as CAFeNoInfomax
 from cafe_tta.methods.cafe_plus import CAFePlus as CAFePlus
 from cafe_tta.methods.cafe_plus import CAFePlusConfig as CAFePlusConfig
+from cafe_tta.methods.cmf import CMF as CMF
+from cafe_tta.methods.cmf import CMFConfig as CMFConfig
+from cafe_tta.methods.cotta import CoTTA as CoTTA
+from cafe_tta.methods.cotta import CoTTAConfig as CoTTAConfig
 from cafe_tta.methods.dann import DANN as DANN
 from cafe_tta.methods.dann import DANNConfig as DANNConfig
+from cafe_tta.methods.deyo import DeYO as DeYO
+from cafe_tta.methods.deyo import DeYOConfig as DeYOConfig
+from cafe_tta.methods.eata import EATA as EATA
+from cafe_tta.methods.eata import EATAConfig as EATAConfig
+from cafe_tta.methods.eta import ETA as ETA
+from cafe_tta.methods.eta import ETAConfig as ETAConfig
 from cafe_tta.methods.fr import FR as FR
 from cafe_tta.methods.fr import FRConfig as FRConfig
 from cafe_tta.methods.infomax import Infomax as Infomax
+from cafe_tta.methods.lame import LAME as LAME
+from cafe_tta.methods.lame import LAMEConfig as LAMEConfig
+from cafe_tta.methods.moetta import MoETTA as MoETTA
+from cafe_tta.methods.moetta import MoETTAConfig as MoETTAConfig
+from cafe_tta.methods.neo import NEO as NEO
+from cafe_tta.methods.neo import NEOConfig as NEOConfig
+from cafe_tta.methods.rdumb import RDumb as RDumb
+from cafe_tta.methods.rdumb import RDumbConfig as RDumbConfig
+from cafe_tta.methods.roid import ROID as ROID
+from cafe_tta.methods.roid import ROIDConfig as ROIDConfig
+from cafe_tta.methods.rotta import RoTTA as RoTTA
+from cafe_tta.methods.rotta import RoTTAConfig as RoTTAConfig
+from cafe_tta.methods.sar import SAR as SAR
+from cafe_tta.methods.sar import SARConfig as SARConfig
 from cafe_tta.methods.source import SourceOnly as SourceOnly
 from cafe_tta.methods.t3a import T3A as T3A
 from cafe_tta.methods.t3a import T3AConfig as T3AConfig
 from cafe_tta.methods.tent import Tent as Tent
 from cafe_tta.methods.tent import TentConfig as TentConfig
+from cafe_tta.methods.ttac import TTAC as TTAC
+from cafe_tta.methods.ttac import TTACConfig as TTACConfig
 from cafe_tta.methods.unmix import Unmix as Unmix
 from cafe_tta.methods.unmix import UnmixConfig as UnmixConfig
+from cafe_tta.methods.unmix_tns import UnMixTNS as UnMixTNS
+from cafe_tta.methods.unmix_tns import UnMixTNSConfig as UnMixTNSConfig
+from cafe_tta.methods.zerosiam import ZeroSiam as ZeroSiam
+from cafe_tta.methods.zerosiam import ZeroSiamConfig as ZeroSiamConfig
 from cafe_tta.options import describe, require_known
 from cafe_tta.source import source_kind
 from cafe_tta.styles import StyleStats
@@ -46,6 +80,22 @@ METHODS: dict[str, type[Adapter]] = {
     "cafe-plus": CAFePlus,
     "unmix": Unmix,
     "dann": DANN,
+    "eta": ETA,
+    "eata": EATA,
+    "rdumb": RDumb,
+    "sar": SAR,
+    "deyo": DeYO,
+    "roid": ROID,
+    "cmf": CMF,
+    "unmix-tns": UnMixTNS,
+    "zerosiam": ZeroSiam,
+    "lame": LAME,
+    "neo": NEO,
+    "cotta": CoTTA,
+    "rotta": RoTTA,
+    "ttac": TTAC,
+    "actmad": ActMAD,
+    "moetta": MoETTA,
 }
 
 
@@ -77,6 +127,13 @@ def configure(name: str, preset: str | None = None, **options: Any) -> Any:
     if preset is not None and preset not in kind.presets:
         raise ValueError(f"{name} has no preset {preset!r}; choose from: {', '.join(kind.presets) or 'none'}")
     return kind.configure(None if preset is None else kind.presets[preset], **options)
+
+
+def knowing_pixels(config: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
+    """Options that know how the pixels were normalised, where a method augments images and was not told."""
+    if getattr(config, "pixel_mean", ...) is not None:
+        return config
+    return replace(config, pixel_mean=tuple(mean), pixel_std=tuple(std))
 
 
 def create(

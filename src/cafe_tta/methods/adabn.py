@@ -13,6 +13,7 @@ from torch import Tensor
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.normalisation import Normalisation, Normaliser
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class AdaBN(Adapter):
     """
 
     name = "adabn"
+    traits = Traits("statistics of BatchNorm", backward=(0, 0), smallest=(2, None, None))
     distributed = True
     Config = AdaBNConfig
     config: AdaBNConfig

@@ -16,6 +16,7 @@ from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.swag import Posterior, PosteriorMember
+from cafe_tta.traits import Traits
 from cafe_tta.unmixing import Unmixer
 
 
@@ -81,6 +82,7 @@ class BACS(Adapter):
     """
 
     name = "bacs"
+    traits = Traits("all weights, of each member", keeps="an ensemble of classifiers")
     distributed = True
     needs = "posterior"
     Config = BACSConfig

@@ -18,6 +18,7 @@ from cafe_tta.gradient import GradientAdapter, NothingToLearn, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.reference import MARGIN, Reference
 from cafe_tta.source.stats import SourceStats
+from cafe_tta.traits import Traits
 
 FEW_SHIFTED = 0.05  # of the images: with no more of another style than this, the gate is closed
 
@@ -59,6 +60,7 @@ class CAFe(GradientAdapter):
     """
 
     name = "cafe"
+    traits = Traits("the backbone", keeps="moments of earlier batches")
     distributed = True
     needs = "stats"
     Config = CAFeConfig

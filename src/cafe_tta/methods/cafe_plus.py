@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from cafe_tta.methods.cafe import CAFe, CAFeConfig
 from cafe_tta.normalisation import Normalisation
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class CAFePlus(CAFe):
     """
 
     name = "cafe-plus"
+    traits = Traits("the backbone", smallest=(1, 1, 1), keeps="moments of earlier batches, clusters of statistics")
     Config = CAFePlusConfig
     config: CAFePlusConfig
     presets: ClassVar = {"cifar": CAFePlusConfig(), "imagenet": CAFePlusConfig()}

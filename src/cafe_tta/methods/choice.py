@@ -8,7 +8,7 @@ import numpy as np
 
 from cafe_tta import data, models, source
 from cafe_tta.adapter import Adapter, AdapterConfig
-from cafe_tta.methods import configure, method
+from cafe_tta.methods import configure, knowing_pixels, method
 from cafe_tta.models import Model, ModelOptions
 from cafe_tta.options import Options, option, parse, split_assignments
 from cafe_tta.source import SourceValue
@@ -124,7 +124,8 @@ class MethodOptions(Options):
         """The adapter of the model."""
         needed = None if self.needs is None else sources[self.needs]
         styles = sources["stats"].styles if "stats" in sources else None
-        return method(self.method)(model.classifier, needed, config or self.config(), styles=styles)
+        known = knowing_pixels(config or self.config(), model.preprocessing.mean, model.preprocessing.std)
+        return method(self.method)(model.classifier, needed, known, styles=styles)
 
 
 def _with_classes(model: Model, classes: tuple[str, ...] | None) -> Model:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.value import images_of
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class DANN(GradientAdapter):
     """
 
     name = "dann"
+    traits = Traits("everything", (2, 2), (2, 2), keeps="a discriminator")
     needs = "data"
     Config = DANNConfig
     config: DANNConfig

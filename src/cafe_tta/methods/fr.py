@@ -14,6 +14,7 @@ from cafe_tta import losses
 from cafe_tta.gradient import GradientAdapter, StepConfig
 from cafe_tta.options import option
 from cafe_tta.source.histograms import SourceHistograms, UnitHistograms
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class FR(GradientAdapter):
     """
 
     name = "fr"
+    traits = Traits("all but linear layers")
     distributed = True
     needs = "histograms"
     Config = FRConfig

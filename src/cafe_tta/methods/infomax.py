@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cafe_tta import losses
 from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.traits import Traits
 
 
 class Infomax(GradientAdapter):
@@ -24,6 +25,7 @@ class Infomax(GradientAdapter):
     """
 
     name = "infomax"
+    traits = Traits("the backbone")
     distributed = True
     presets: ClassVar = {
         "cifar": StepConfig(),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.traits import Traits
 
 
 class SourceOnly(Adapter):
@@ -20,6 +21,7 @@ class SourceOnly(Adapter):
     """
 
     name = "source"
+    traits = Traits("nothing", backward=(0, 0), smallest=(1, 1, 1))
     adapts = False
     distributed = True
     presets: ClassVar = {"cifar": AdapterConfig(), "imagenet": AdapterConfig()}

@@ -13,6 +13,7 @@ from cafe_tta import losses
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class T3A(Adapter):
     """
 
     name = "t3a"
+    traits = Traits("class prototypes", backward=(0, 0), smallest=(1, 1, 1), keeps="M features a class")
     distributed = True
     Config = T3AConfig
     config: T3AConfig

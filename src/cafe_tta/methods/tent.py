@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cafe_tta import losses
 from cafe_tta.gradient import GradientAdapter, StepConfig
+from cafe_tta.methods.selective import ENTROPIES, ENTROPY_MEANING, Entropy
 from cafe_tta.normalisation import batchnorm_layers, norm_parameters
+from cafe_tta.options import option
+from cafe_tta.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class TentConfig(StepConfig):
     """
 
     batch_size: int = 128  # Appendix A.2
+    entropy: Entropy = option("softmax", ENTROPY_MEANING)
 
 
 class Tent(GradientAdapter):
@@ -42,9 +45,11 @@ class Tent(GradientAdapter):
     """
 
     name = "tent"
+    traits = Traits("weight and bias of BatchNorm, else of other normalisation layers", licence="MIT")
     distributed = True
     remark = "Tent keeps no running statistics: it normalises with the batch that it answers."
     Config = TentConfig
+    config: TentConfig
     presets: ClassVar = {
         "cifar": TentConfig(),
         "cifar-online": TentConfig(answer="after"),
@@ -81,4 +86,7 @@ class Tent(GradientAdapter):
                 layer.running_mean = layer.running_var = None
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
-        return self.ranks.mean(losses.entropy(logits))[0]
+        return self.ranks.mean(self.uncertainty(logits))[0]
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        return ENTROPIES[self.config.entropy](logits)

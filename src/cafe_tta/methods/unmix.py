@@ -15,6 +15,7 @@ from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.clusters import THRESHOLD
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
+from cafe_tta.traits import Traits
 from cafe_tta.unmixing import PRIOR
 
 
@@ -57,6 +58,9 @@ class Unmix(Adapter):
 
     name = "unmix"
     distributed = True
+    traits = Traits(
+        "statistics of BatchNorm", backward=(0, 0), smallest=(1, None, None), keeps="clusters of statistics"
+    )
     needs = "stats"
     Config = UnmixConfig
     config: UnmixConfig

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 
 from cafe_tta import storage
 from cafe_tta.options import require_known
+from cafe_tta.source.activations import ActivationStats as ActivationStats
+from cafe_tta.source.class_moments import ClassMoments as ClassMoments
+from cafe_tta.source.fisher import FisherInformation as FisherInformation
 from cafe_tta.source.histograms import SourceHistograms as SourceHistograms
 from cafe_tta.source.images import ImageRecord as ImageRecord
 from cafe_tta.source.images import SourceWarning as SourceWarning
@@ -21,9 +24,8 @@ from cafe_tta.source.swag import SwagCollector as SwagCollector
 from cafe_tta.source.value import SourceData as SourceData
 from cafe_tta.source.value import SourceValue as SourceValue
 
-SOURCES: dict[str, type[SourceValue]] = {
-    value.kind: value for value in (SourceStats, SourceHistograms, Posterior, SourceData)
-}
+_KINDS = (SourceStats, SourceHistograms, Posterior, FisherInformation, ActivationStats, ClassMoments, SourceData)
+SOURCES: dict[str, type[SourceValue]] = {value.kind: value for value in _KINDS}
 
 
 def source_kind(kind: str) -> type[SourceValue]:

@@ -1,11 +1,12 @@
 """What a method may need from the source domain: the base class of every kind of source value."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -160,3 +161,27 @@ def images_of(batch: Any, key: str | None = None) -> Tensor:
             "divide by 255 and normalise first"
         )
     return images
+
+
+def rebatched(loader: Iterable[Any], size: int) -> Iterator[Tensor]:
+    """The images of a loader in batches of `size`; a last one of a single image, which has no variance, is left out."""
+    waiting: list[Tensor] = []
+    for batch in loader:
+        waiting += list(images_of(batch))
+        while len(waiting) >= size:
+            yield torch.stack(waiting[:size])
+            waiting = waiting[size:]
+    if len(waiting) > 1:
+        yield torch.stack(waiting)
+
+
+def sampled(loader: Iterable[Any], count: int, seed: int = 0) -> list[Tensor]:
+    """At most `count` images of a loader, drawn at random from all of them, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[Tensor] = []
+    for number, image in enumerate(image for batch in loader for image in images_of(batch)):
+        if len(drawn) < count:
+            drawn.append(image)
+        elif (place := int(torch.randint(number + 1, (), generator=generator))) < count:
+            drawn[place] = image
+    return [drawn[place] for place in torch.randperm(len(drawn), generator=generator).tolist()]

@@ -107,11 +107,11 @@ def styles(rows: Sequence[Row]) -> Styles:
         families.setdefault(row.method.partition("-")[0], []).append(row)
     made: Styles = {}
     for number, (family, members) in enumerate(families.items()):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = _shade(COLOURS[number % len(COLOURS)], number // len(COLOURS))
         variants = [row for row in members if row.label != family]
         for row in members:
             if row.label == family:
-                marker = _FAMILY_MARKERS[number % len(_FAMILY_MARKERS)]
+                marker = _FAMILY_MARKERS[(number + number // len(COLOURS)) % len(_FAMILY_MARKERS)]
                 made[row.label] = Style(colour, marker, 10.0 if marker == "*" else 6.0, "-", True)
             else:
                 index = variants.index(row)
@@ -123,6 +123,20 @@ def styles(rows: Sequence[Row]) -> Styles:
         elif row.is_reference:
             made[row.label] = Style(BLACK, "s", 5.5, "--", False)
     return {row.label: made[row.label] for row in rows}
+
+
+def _shade(colour: str, times: int) -> str:
+    """A colour that was used before: darker the first time, lighter the second, and so on.
+
+    >>> _shade("#56B4E9", 0), _shade("#56B4E9", 1), _shade("#56B4E9", 2)
+    ('#56B4E9', '#2f6380', '#aadaf4')
+    """
+    if not times:
+        return colour
+    share, towards = (0.45, 0) if times % 2 else (0.5, 255)
+    share = 1 - (1 - share) ** ((times + 1) // 2)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (towards - part)):02x}" for part in parts)
 
 
 def draw(
