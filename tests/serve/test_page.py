@@ -172,12 +172,13 @@ def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_res
                 send(server, "grey", grey[part : part + 32])
                 send(server, "noise", noise[part : part + 32])
             until(driver, lambda: client.get("/api/status").json()["steps"]["accepted"] >= 2, "accepted steps")
-            for camera, images in (("grey", grey), ("noise", noise)):  # answered with the clusters of those steps
+            for action in ("pause", "save"):  # which waits for a running step
+                assert client.post(f"/api/{action}").json()["ok"]
+            for camera, images in (("grey", grey), ("noise", noise)):  # answered with the clusters of that version
                 send(server, camera, images[64:])
             check_clusters(driver, client)
             check_widths(driver)
             gauge = re.search(r"^cafe_tta_clusters (\S+)$", client.get("/metrics").text, re.M)
-            assert client.post("/api/pause").json()["ok"]
             before = client.get("/api/status").json()["clusters"]
             assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
         with serve(files, *options) as server, server.until_ready().client() as client:
