@@ -30,6 +30,7 @@ class Setting:
         self.source, test = data.load(args.source_data), data.load(args.data)
         chosen = np.random.default_rng(0).permutation(len(test))[: args.limit].tolist()
         self.pixels, self.labels = test.images(chosen), torch.from_numpy(np.asarray(test.labels)[chosen])
+        self.shown: list[tuple[float, float]] = []  # accuracy and drift of what was shown
 
     def source_images(self, count: int | None = None) -> list[Tensor]:
         order = np.random.default_rng(3).permutation(len(self.source))[:count]
@@ -55,6 +56,12 @@ class Setting:
             found = [reference.drift(part) or 0.0 for part in features.split(size) if len(part) == size]
             print(f"{np.mean(found):>8.2f} {min(found):.2f}..{max(found):.2f}", end="")
         print(f"{reference.alignment(features[:256]):>12.2f}", flush=True)
+        self.shown.append((accuracy, float(np.mean(found))))
+
+    def rank_correlation(self) -> float:
+        """Spearman's, between drift in the largest batches and the share of wrong answers."""
+        ranks = [np.argsort(np.argsort(values, kind="stable")) for values in zip(*self.shown, strict=True)]
+        return -float(np.corrcoef(ranks)[0, 1])
 
 
 def drift(setting: Setting) -> None:
@@ -77,11 +84,12 @@ def drift(setting: Setting) -> None:
             setting.show(f"{name}-{severity}", images, reference)
             batches = [part for part in images.split(16) if len(part) == 16]
             alarms += [name for part in batches for record in records if ImageCheck(record).look(part)]
+    print(f"\nrank correlation of drift and errors over {len(setting.shown)} rows: {setting.rank_correlation():.2f}")
     found = []
     for number in range(setting.classifier.num_classes):
         images = setting.one_class(number)
         found.append(cafe.drift(setting.classifier, stats, images))
-    print(f"\ndrift of clean source images of one class: {min(found):.2f} to {max(found):.2f}")
+    print(f"drift of clean source images of one class: {min(found):.2f} to {max(found):.2f}")
     print(f"alarms on corrupted images, in batches of 16: {len(alarms)} {sorted(set(alarms))}")
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
     plain = clean * std + mean
