@@ -37,7 +37,10 @@ def exists(text: str) -> bool:
     if match[1].endswith(".py"):
         return Path(match[1]).is_file()
     _see_folder(Path.cwd())
-    return importlib.util.find_spec(match[1].partition(".")[0]) is not None
+    try:
+        return importlib.util.find_spec(match[1].partition(".")[0]) is not None
+    except ValueError:  # of __main__, which no name can be taken from
+        return False
 
 
 def load_object(text: str) -> Any:

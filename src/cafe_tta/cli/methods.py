@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cafe_tta import plugins
 from cafe_tta.adapter import Adapter
-from cafe_tta.cli.console import show_facts, show_table
+from cafe_tta.cli.console import say, show_facts, show_table
 from cafe_tta.methods import METHODS, method
 from cafe_tta.methods.page import HEADS, capabilities, page, preset_changes, summary, told
 from cafe_tta.options import describe
@@ -31,7 +31,7 @@ def methods(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all there is to say, as a page.")] = False,
 ) -> None:
     """List the methods, or one method's options."""
-    kinds = {name: method(name)} if name else {**METHODS, **{own: method(own) for own in plugins.available("methods")}}
+    kinds = {name: method(name)} if name else _all()
     if markdown:
         print(page(kinds), end="")
     elif what_each_can:
@@ -43,6 +43,16 @@ def methods(
         _show_one(name, kinds[name])
     else:
         _show_all(kinds)
+
+
+def _all() -> dict[str, type[Adapter]]:
+    """Every method, those of installed packages too; one that cannot be loaded is named, and left out."""
+    for name in plugins.available("methods"):
+        try:
+            method(name)
+        except (ImportError, TypeError) as error:
+            say(f"note: {error}")
+    return METHODS
 
 
 def _show_all(kinds: Mapping[str, type[Adapter]]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cafe_tta import losses
 from cafe_tta.adapter import Report
 from cafe_tta.augmentation import Augmentation
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.roid import AugmentConfig
 from cafe_tta.methods.second import SecondWeights
 from cafe_tta.options import option
@@ -91,6 +92,9 @@ class CoTTA(SecondWeights):
         logits, report = super().answer(images)
         taught, self._taught = self._taught, None
         return (logits if taught is None or report.refused else taught), report
+
+    def exported(self) -> SplitClassifier:
+        return self.second_classifier()
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with self.with_weights(self.second()):

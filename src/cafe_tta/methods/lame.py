@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -63,6 +64,9 @@ class LAME(Adapter):
             return logits, Report(1, stepped=False, reason="a single image has no neighbours to agree with")
         answers, iterations = self._corrected(features, logits)
         return answers, Report(len(images), stepped=True, notes={"iterations": float(iterations)})
+
+    def exported(self) -> SplitClassifier:
+        raise ValueError("lame corrects the answers of a batch together, which no single model does")
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, logits = super().features_and_logits(images)

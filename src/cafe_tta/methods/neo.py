@@ -4,6 +4,7 @@ Murphy et al., NEO: no-optimization test-time adaptation through latent re-cente
 https://arxiv.org/abs/2510.05635. Written from the formula.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -67,6 +69,17 @@ class NEO(Adapter):
             self.mean = nn.Buffer(torch.lerp(self.mean.to(batch), batch, share))
             self.count = nn.Buffer(self.count + size)
             return self._centred(features, logits), Report(size, stepped=True)
+
+    def exported(self) -> SplitClassifier:
+        """The mean of the stream goes into the head's bias: W (f - m) + b = W f + (b - W m)."""
+        if self.count < 2:
+            return self.classifier
+        old = self.classifier.head
+        if old.bias is None:
+            raise ValueError("neo subtracts a mean from the features, and this model's head has no bias to hold it")
+        head = copy.deepcopy(old)
+        head.bias.sub_(old.weight @ self.mean.to(old.weight))
+        return SplitClassifier(self.classifier.backbone, head, self.classifier.feature_layer)
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, logits = super().features_and_logits(images)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cafe_tta.adapter import Report
 from cafe_tta.augmentation import Augmentation
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.balanced import BalancedMemory
 from cafe_tta.methods.roid import AugmentConfig
 from cafe_tta.methods.second import SecondWeights
@@ -87,6 +88,9 @@ class RoTTA(SecondWeights):
         self.seen = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.images = nn.Buffer(torch.zeros(0, dtype=self.classifier.head.weight.dtype))  # (n, ...): the memory
         self.remembered = nn.Buffer(torch.zeros(0, 3, dtype=torch.float64))  # class, entropy and age of each
+
+    def exported(self) -> SplitClassifier:
+        return self.second_classifier()
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with self.with_weights(self.second()):

@@ -1,11 +1,13 @@
 """A second set of weights beside the classifier's: the teacher of CoTTA and RoTTA, the hidden model of CMF."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter
 
 
@@ -46,3 +48,8 @@ class SecondWeights(GradientAdapter):
         finally:
             for name, tensor in own.items():
                 ours[name].data = tensor
+
+    def second_classifier(self) -> SplitClassifier:
+        """A copy of the classifier with the second weights."""
+        with self.with_weights(self.second()):
+            return copy.deepcopy(self.classifier)

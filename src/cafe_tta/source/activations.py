@@ -1,6 +1,5 @@
 """Mean and variance of activations at every location of every normalisation layer's output (ActMAD)."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,12 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, evaluating, require_classifier, require_match
 from cafe_tta.normalisation import NORM_LAYERS, batchnorm_layers
-from cafe_tta.source.value import SourceValue, rebatched
+from cafe_tta.source.value import Content, SourceValue, rebatched
 
-FORMAT_VERSION = 1
 BATCH = 128
 
 
@@ -115,15 +112,13 @@ class ActivationStats(SourceValue):
         """Raises where the activations are another classifier's, and says what differs."""
         require_match("activation statistics", self.num_features, self.meta, classifier)
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes a safetensors file and returns its size in bytes."""
+    def content(self) -> Content:
         tensors = {f"mean.{i}": mean for i, mean in enumerate(self.means)}
         tensors |= {f"variance.{i}": variance for i, variance in enumerate(self.variances)}
         meta = {"layers": len(self.means), "num_features": self.num_features, "classifier": dict(self.meta)}
-        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, meta)
+        return tensors, meta
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         means, variances = ([tensors[f"{n}.{i}"] for i in range(meta["layers"])] for n in ("mean", "variance"))
         return cls(means, variances, meta["num_features"], meta["classifier"])
