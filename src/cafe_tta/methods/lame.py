@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -69,6 +70,12 @@ class LAME(Adapter):
         if len(images) > 1 and torch.isfinite(features).all():
             logits, _ = self._corrected(features, logits)
         return features, logits
+
+    def exported(self) -> SplitClassifier:
+        raise ValueError(
+            "lame corrects the answers of a batch together, which no ordinary model does: nothing to export, and the "
+            "classifier is as it was"
+        )
 
     def _corrected(self, features: Tensor, logits: Tensor) -> tuple[Tensor, int]:
         affinity = self.config.weight * self._affinity(nn.functional.normalize(features.detach(), dim=1))

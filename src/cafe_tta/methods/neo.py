@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -72,6 +73,15 @@ class NEO(Adapter):
         features, logits = super().features_and_logits(images)
         with torch.no_grad():
             return features, self._centred(features, logits)
+
+    def exported(self) -> SplitClassifier:
+        """The mean is subtracted by the head's bias: W (f - m) + b = W f + (b - W m)."""
+        old = self.classifier.head
+        head = nn.Linear(old.in_features, old.out_features).to(old.weight)
+        head.weight.copy_(old.weight)
+        origin = torch.zeros_like(old.weight[:1])
+        head.bias.copy_(self._centred(origin, old(origin))[0])
+        return SplitClassifier(self.classifier.backbone, head, self.classifier.feature_layer)
 
     def _centred(self, features: Tensor, logits: Tensor) -> Tensor:
         return logits if self.count < 2 else self.classifier.head(features - self.mean.to(features))

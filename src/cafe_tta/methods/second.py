@@ -1,11 +1,13 @@
 """A second set of weights beside the classifier's: the teacher of CoTTA and RoTTA, the hidden model of CMF."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import GradientAdapter
 
 
@@ -46,3 +48,15 @@ class SecondWeights(GradientAdapter):
         finally:
             for name, tensor in own.items():
                 ours[name].data = tensor
+
+
+class Taught(SecondWeights):
+    """A method that answers with its second weights, those of a teacher."""
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        with self.with_weights(self.second()):
+            return super().features_and_logits(images)
+
+    def exported(self) -> SplitClassifier:
+        with self.with_weights(self.second()):
+            return copy.deepcopy(super().exported())

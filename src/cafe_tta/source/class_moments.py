@@ -1,6 +1,5 @@
 """Mean and covariance of the source's features, of all and of each predicted class (TTAC)."""
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -8,11 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, evaluating, require_classifier, require_match
-from cafe_tta.source.value import SourceValue, images_of
+from cafe_tta.source.value import Content, SourceValue, images_of
 
-FORMAT_VERSION = 1
 LARGEST = 2**24  # values in all classes' whole covariances: beyond, only their diagonals are kept
 
 
@@ -77,12 +74,10 @@ class ClassMoments(SourceValue):
         """Raises where the features are another classifier's, and says what differs."""
         require_match("class moments", len(self.mean), self.meta, classifier)
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes a safetensors file and returns its size in bytes."""
+    def content(self) -> Content:
         tensors = {name: getattr(self, name) for name in ("mean", "cov", "class_counts", "class_mean", "class_cov")}
-        return storage.write(path, self.file_kind, FORMAT_VERSION, tensors, {"classifier": dict(self.meta)})
+        return tensors, {"classifier": dict(self.meta)}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         return cls(**tensors, meta=meta["classifier"])

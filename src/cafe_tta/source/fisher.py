@@ -1,6 +1,5 @@
 """Fisher information of the normalisation layers: how much the source's predictions depend on each weight (EATA)."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,12 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, require_classifier, require_match
 from cafe_tta.normalisation import Normaliser, norm_parameters
-from cafe_tta.source.value import SourceValue, rebatched, sampled
+from cafe_tta.source.value import Content, SourceValue, rebatched, sampled
 
-FORMAT_VERSION = 1
 BATCH = 64
 LIMIT = 2000
 
@@ -73,14 +70,12 @@ class FisherInformation(SourceValue):
         """Raises where the weights are another classifier's, and says what differs."""
         require_match("Fisher information", self.num_features, self.meta, classifier)
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes a safetensors file and returns its size in bytes."""
+    def content(self) -> Content:
         meta = {"batches": self.batches, "num_features": self.num_features, "classifier": dict(self.meta)}
-        return storage.write(path, self.file_kind, FORMAT_VERSION, dict(self.fisher), meta)
+        return dict(self.fisher), meta
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        tensors, meta = storage.read(path, cls.file_kind, FORMAT_VERSION)
+    def from_content(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         return cls(tensors, meta["batches"], meta["num_features"], meta["classifier"])
 
 
