@@ -1220,20 +1220,43 @@ def test_augmentation_is_that_of_pixels_whatever_the_normalisation():
     with pytest.raises(ValueError, match=r"expected images \(batch, channels, height, width\) to augment"):
         made(Augmentation(), normal.flatten(1))
     with pytest.raises(ValueError, match="expected `pixel_mean` and `pixel_std` together, but got one of them"):
-        cafe.ROIDConfig(pixel_mean=(0.5,))
+        cafe.ROIDConfig(pixel_mean=[0.5])
 
 
-def test_commands_and_benchmarks_say_how_pixels_were_normalised(sharp):
+def test_commands_and_benchmarks_say_how_pixels_were_normalised(sharp, tmp_path):
     from cafe_tta.methods import knowing_pixels
     from cafe_tta.methods.choice import MethodOptions
 
     preprocessing = SimpleNamespace(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
     model = SimpleNamespace(classifier=sharp.classifier, preprocessing=preprocessing)
     adapter = MethodOptions(method="roid", set=["lr=0.1"]).adapter(model, {})
-    assert adapter.config.pixel_mean == (0.1, 0.2, 0.3) and adapter.config.pixel_std == (0.4, 0.5, 0.6)
-    told = cafe.CoTTAConfig(pixel_mean=(0.5,) * 3, pixel_std=(0.2,) * 3)
+    assert adapter.config.pixel_mean == [0.1, 0.2, 0.3] and adapter.config.pixel_std == [0.4, 0.5, 0.6]
+    told = cafe.CoTTAConfig(pixel_mean=[0.5] * 3, pixel_std=[0.2] * 3)
     assert knowing_pixels(told, [0.1], [0.2]) is told
     assert knowing_pixels(cafe.SARConfig(), [0.1], [0.2]) == cafe.SARConfig()
+    adapter(sharp.batches[0])
+    adapter.save(tmp_path / "state.safetensors")
+    again = cafe.load_adapter(tmp_path / "state.safetensors", sharp.classifier)
+    assert torch.equal(again(sharp.batches[1]), adapter(sharp.batches[1]))
+
+
+@pytest.mark.parametrize("name", ["eata", "ttac", "actmad"])
+def test_one_file_has_the_state_and_what_the_source_gave(name, source, tmp_path):
+    adapter = cafe.create(name, source.classifier, source.needs[cafe.METHODS[name].needs])
+    adapter(source.corrupted)
+    adapter.save(tmp_path / "state.safetensors")
+    again = cafe.load_adapter(tmp_path / "state.safetensors", source.classifier)
+    assert torch.equal(again(source.corrupted), adapter(source.corrupted))
+
+
+@pytest.mark.parametrize("name", ["lame", "unmix-tns", "moetta"])
+def test_answers_that_no_ordinary_model_gives_are_not_exported(name, source, source_without_batchnorm):
+    made = source_without_batchnorm if name == "moetta" else source
+    with pytest.raises(ValueError, match=f"{name} .*which no ordinary model does"):
+        cafe.create(name, made.classifier).export()
+    if name == "unmix-tns":
+        with pytest.raises(ValueError, match="normalisation='unmix-tns' .*which no ordinary model does"):
+            cafe.create("tent", made.classifier, normalisation=name).export()
 
 
 def test_parts_of_the_augmentation():

@@ -5,6 +5,7 @@ blur, a mirror image, a little noise. One draw for the whole batch, but for the 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +31,8 @@ class Augmentation:
     (torch.Size([4, 3, 8, 8]), False)
     """
 
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
     edges: Literal["border", "reflection"] = "border"  # what lies beyond the image
     blur: bool = True
     noise: float = NOISE

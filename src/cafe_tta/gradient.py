@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cafe_tta import losses
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
-from cafe_tta.mixture import Mixture
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.mixture import NO_MIXTURE, Mixture
 from cafe_tta.normalisation import Normalisation, Normaliser, batchnorm_layers, norm_parameters
 from cafe_tta.options import option
 
@@ -290,6 +291,11 @@ class GradientAdapter(Adapter):
         if not passed:
             raise NothingToLearn(f"no image passes the entropy filter (max_entropy={share:g})")
         return features[self.kept], logits[self.kept]
+
+    def exported(self) -> SplitClassifier:
+        if self.config.normalisation == "unmix-tns":
+            raise ValueError(NO_MIXTURE.format("normalisation='unmix-tns'"))
+        return super().exported()
 
     def largest_entropy(self, share: float) -> float:
         """A share of the largest entropy that a prediction can have, ln C."""

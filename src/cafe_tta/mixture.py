@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 TEMPERATURE = 0.07
 SPREAD = 0.5  # share of the source's variance that lies between the components
+NO_MIXTURE = "{} normalises each image with a mixture of statistics, which no ordinary model does: nothing to export"
 MOMENTUM = 0.1  # of a layer that has none
 
 

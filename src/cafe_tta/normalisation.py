@@ -109,8 +109,6 @@ class Normaliser:
 
         For `unmix`, these are the statistics of the largest cluster.
         """
-        if self.kind == "unmix-tns":
-            raise ValueError("unmix-tns normalises each image with a mixture of its own, which no ordinary model does")
         layers = batchnorm_layers(model)
         for layer in layers:
             layer.__dict__.pop("forward", None)  # that of unmixing

@@ -133,7 +133,7 @@ def knowing_pixels(config: Any, mean: Sequence[float], std: Sequence[float]) -> 
     """Options that know how the pixels were normalised, where a method augments images and was not told."""
     if getattr(config, "pixel_mean", ...) is not None:
         return config
-    return replace(config, pixel_mean=tuple(mean), pixel_std=tuple(std))
+    return replace(config, pixel_mean=list(mean), pixel_std=list(std))
 
 
 def create(

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from cafe_tta import losses
 from cafe_tta.adapter import Report
 from cafe_tta.augmentation import Augmentation
-from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.roid import AugmentConfig
-from cafe_tta.methods.second import SecondWeights
+from cafe_tta.methods.second import Taught
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -50,7 +49,7 @@ class CoTTAConfig(AugmentConfig):
             )
 
 
-class CoTTA(SecondWeights):
+class CoTTA(Taught):
     """Answers with a teacher; the student learns its answers by cross-entropy, and the teacher follows the student.
 
     The teacher's logits are averaged over 32 augmentations where the source classifier is unsure of the batch. After a
@@ -92,13 +91,6 @@ class CoTTA(SecondWeights):
         logits, report = super().answer(images)
         taught, self._taught = self._taught, None
         return (logits if taught is None or report.refused else taught), report
-
-    def exported(self) -> SplitClassifier:
-        return self.second_classifier()
-
-    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        with self.with_weights(self.second()):
-            return super().features_and_logits(images)
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         self._taught = self._teach()

@@ -65,14 +65,17 @@ class LAME(Adapter):
         answers, iterations = self._corrected(features, logits)
         return answers, Report(len(images), stepped=True, notes={"iterations": float(iterations)})
 
-    def exported(self) -> SplitClassifier:
-        raise ValueError("lame corrects the answers of a batch together, which no single model does")
-
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, logits = super().features_and_logits(images)
         if len(images) > 1 and torch.isfinite(features).all():
             logits, _ = self._corrected(features, logits)
         return features, logits
+
+    def exported(self) -> SplitClassifier:
+        raise ValueError(
+            "lame corrects the answers of a batch together, which no ordinary model does: nothing to export, and the "
+            "classifier is as it was"
+        )
 
     def _corrected(self, features: Tensor, logits: Tensor) -> tuple[Tensor, int]:
         affinity = self.config.weight * self._affinity(nn.functional.normalize(features.detach(), dim=1))

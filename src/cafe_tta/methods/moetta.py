@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.adapter import Report
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.gradient import NothingToLearn
 from cafe_tta.methods.selective import SelectiveAdapter, SelectiveConfig
 from cafe_tta.options import option
@@ -85,6 +86,9 @@ class MoETTA(SelectiveAdapter):
         finally:
             for layer in self._routed():
                 layer.routing = None  # no graph outlives its batch
+
+    def exported(self) -> SplitClassifier:
+        raise ValueError("moetta routes each image to experts, which no ordinary model does: nothing to export")
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         entropies = self.uncertainty(logits)

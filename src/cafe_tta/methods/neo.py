@@ -4,7 +4,6 @@ Murphy et al., NEO: no-optimization test-time adaptation through latent re-cente
 https://arxiv.org/abs/2510.05635. Written from the formula.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,21 +69,19 @@ class NEO(Adapter):
             self.count = nn.Buffer(self.count + size)
             return self._centred(features, logits), Report(size, stepped=True)
 
-    def exported(self) -> SplitClassifier:
-        """The mean of the stream goes into the head's bias: W (f - m) + b = W f + (b - W m)."""
-        if self.count < 2:
-            return self.classifier
-        old = self.classifier.head
-        if old.bias is None:
-            raise ValueError("neo subtracts a mean from the features, and this model's head has no bias to hold it")
-        head = copy.deepcopy(old)
-        head.bias.sub_(old.weight @ self.mean.to(old.weight))
-        return SplitClassifier(self.classifier.backbone, head, self.classifier.feature_layer)
-
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         features, logits = super().features_and_logits(images)
         with torch.no_grad():
             return features, self._centred(features, logits)
+
+    def exported(self) -> SplitClassifier:
+        """The mean is subtracted by the head's bias: W (f - m) + b = W f + (b - W m)."""
+        old = self.classifier.head
+        head = nn.Linear(old.in_features, old.out_features).to(old.weight)
+        head.weight.copy_(old.weight)
+        origin = torch.zeros_like(old.weight[:1])
+        head.bias.copy_(self._centred(origin, old(origin))[0])
+        return SplitClassifier(self.classifier.backbone, head, self.classifier.feature_layer)
 
     def _centred(self, features: Tensor, logits: Tensor) -> Tensor:
         return logits if self.count < 2 else self.classifier.head(features - self.mean.to(features))

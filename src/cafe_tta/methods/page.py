@@ -37,8 +37,8 @@ So `cafe_tta.create("roid", classifier, stats, normalisation="unmix")` and
 statistics follow the stream, for `predict` and `answer="after-eval"`; most of the originals drop them. Refused, with a
 reason:
 
-- `normalisation="unmix"` without statistics that hold styles: also for methods that need another value of the source;
-  `unmix-tns` without BatchNorm layers.
+- `normalisation="unmix"` without the styles of the source images: those of `stats`, or, for a method that needs another
+  value of the source, `styles=stats.styles`. `unmix-tns` without BatchNorm layers.
 - `answer` and `every` for `cotta`; those, `normalisation` and `max_entropy` for `rotta`: their teacher answers.
 - `parameters="all"` for `eata`, whose Fisher information is that of the normalisation layers.
 - Where many processes adapt as one: `normalisation="unmix-tns"`, and `max_entropy` but for `eta`, `eata` and `rdumb`.

@@ -26,12 +26,12 @@ TEMPERATURE = 1 / 3
 class AugmentConfig(NormConfig):
     """Options of methods that augment images."""
 
-    pixel_mean: tuple[float, ...] | None = option(
+    pixel_mean: list[float] | None = option(
         None,
         "What was subtracted from the pixels of each channel, which augmentation must know; the commands fill it in. "
         "None: each batch's lowest and highest values count as black and white.",
     )
-    pixel_std: tuple[float, ...] | None = option(None, "What the pixels of each channel were then divided by.")
+    pixel_std: list[float] | None = option(None, "What the pixels of each channel were then divided by.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from cafe_tta.adapter import Report
 from cafe_tta.augmentation import Augmentation
-from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.balanced import BalancedMemory
 from cafe_tta.methods.roid import AugmentConfig
-from cafe_tta.methods.second import SecondWeights
+from cafe_tta.methods.second import Taught
 from cafe_tta.normalisation import Normalisation
 from cafe_tta.options import option
 from cafe_tta.traits import NORM, Traits
@@ -48,7 +47,7 @@ class RoTTAConfig(AugmentConfig):
                 )
 
 
-class RoTTA(SecondWeights):
+class RoTTA(Taught):
     """Answers with a teacher in evaluation mode; after every 64 images, the student learns from a memory of 64.
 
     The memory keeps classes balanced and prefers young, certain images (`BalancedMemory`). A step makes the student's
@@ -88,13 +87,6 @@ class RoTTA(SecondWeights):
         self.seen = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.images = nn.Buffer(torch.zeros(0, dtype=self.classifier.head.weight.dtype))  # (n, ...): the memory
         self.remembered = nn.Buffer(torch.zeros(0, 3, dtype=torch.float64))  # class, entropy and age of each
-
-    def exported(self) -> SplitClassifier:
-        return self.second_classifier()
-
-    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        with self.with_weights(self.second()):
-            return super().features_and_logits(images)
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         features, logits = self.features_and_logits(images)

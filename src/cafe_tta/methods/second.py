@@ -49,7 +49,14 @@ class SecondWeights(GradientAdapter):
             for name, tensor in own.items():
                 ours[name].data = tensor
 
-    def second_classifier(self) -> SplitClassifier:
-        """A copy of the classifier with the second weights."""
+
+class Taught(SecondWeights):
+    """A method that answers with its second weights, those of a teacher."""
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with self.with_weights(self.second()):
-            return copy.deepcopy(self.classifier)
+            return super().features_and_logits(images)
+
+    def exported(self) -> SplitClassifier:
+        with self.with_weights(self.second()):
+            return copy.deepcopy(super().exported())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
-from cafe_tta.mixture import Mixture
+from cafe_tta.classifier import SplitClassifier
+from cafe_tta.mixture import NO_MIXTURE, Mixture
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
@@ -77,3 +78,6 @@ class UnMixTNS(Adapter):
             if reason := self.why_unusable(features):
                 return logits, Report(len(images), stepped=False, refused=True, reason=reason)
             return logits, Report(len(images), stepped=True)
+
+    def exported(self) -> SplitClassifier:
+        raise ValueError(NO_MIXTURE.format(self.name))

@@ -1,6 +1,6 @@
 """Mean and variance of activations at every location of every normalisation layer's output (ActMAD)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -25,33 +25,24 @@ class Recorder:
     """The outputs of layers in the last pass; only inside `recording`, so that none are kept for longer."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(layers)
         self.outputs: dict[int, Tensor] = {}
-        self._on = False
-        for number, layer in enumerate(layers):
-            layer.register_forward_hook(_Hook(self, number))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self._on = True
+        hooks = [layer.register_forward_hook(self._hook(number)) for number, layer in enumerate(self.layers)]
         try:
             yield
         finally:
-            self._on = False
+            for hook in hooks:
+                hook.remove()
             self.outputs = {}
 
-    def record(self, number: int, output: Tensor) -> None:
-        if self._on:
+    def _hook(self, number: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def keep(layer: nn.Module, args: Any, output: Tensor) -> None:
             self.outputs[number] = output
 
-
-class _Hook:
-    """Not a closure: copies of a classifier have copies of it."""
-
-    def __init__(self, recorder: Recorder, number: int) -> None:
-        self.recorder, self.number = recorder, number
-
-    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        self.recorder.record(self.number, output)
+        return keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,25 +74,16 @@ class ActivationStats(SourceValue):
         layers = observed_layers(classifier)
         if not layers:
             raise ValueError("activations are those of normalisation layers, but this classifier has none")
-        caught: dict[int, Tensor] = {}
-
-        def keep(number: int) -> Any:
-            return lambda layer, args, output: caught.__setitem__(number, output)
-
-        hooks = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(layers)]
+        recorder = Recorder(layers)
         sums: list[tuple[Tensor, Tensor]] = []
         batches = 0
-        try:
-            with torch.no_grad(), evaluating(classifier):
-                for images in rebatched(loader, batch_size):
-                    classifier(images.to(classifier.head.weight))
-                    found = [torch.var_mean(caught[number].double(), 0) for number in range(len(layers))]
-                    pairs = zip(sums, found, strict=True)
-                    sums = [(a + c, b + d) for (a, b), (c, d) in pairs] if batches else found
-                    batches += 1
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with torch.no_grad(), evaluating(classifier), recorder.recording():
+            for images in rebatched(loader, batch_size):
+                classifier(images.to(classifier.head.weight))
+                found = [torch.var_mean(recorder.outputs[number].double(), 0) for number in range(len(layers))]
+                pairs = zip(sums, found, strict=True)
+                sums = [(a + c, b + d) for (a, b), (c, d) in pairs] if batches else found
+                batches += 1
         if not batches:
             raise ValueError("expected at least 2 source images, but the loader has fewer")
         variances = [(var / batches).float().cpu() for var, _ in sums]
