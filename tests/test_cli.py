@@ -444,7 +444,7 @@ def test_errors_are_one_line(made, tmp_path):
         ((*common, "--data", photos, "--stats", tmp_path / "broken.safetensors"), "not a whole safetensors file"),
         (
             (*common, "--data", photos, "--stats", model),
-            "expected a file of source values (source-stats, source-histograms, posterior)",
+            "expected a file of source values (source-stats, source-histograms, posterior, ",
         ),
         ((*common, "--data", tmp_path / "none", "--stats", stats), "no folder at"),
         ((*common, "--data", tmp_path / "junk", "--stats", stats), "the only image could not be read"),

@@ -597,7 +597,7 @@ def test_every_takes_a_step_on_each_nth_batch(source):
         stepped.append(adapter.report.stepped)
     assert stepped == [True, False, False, True, False, False, True]
     assert adapter.counters.steps == 3 and adapter.counters.batches == 7
-    assert "every=3" in cafe.create("infomax", source.classifier, every=3).extra_repr()
+    assert "every=3" in repr(cafe.create("infomax", source.classifier, every=3))
 
 
 @pytest.mark.parametrize("preset", [None, "cifar"])

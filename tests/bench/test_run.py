@@ -96,6 +96,7 @@ def test_run_counts_by_hand(digits, classifier):
         assert outcome.images == 60 and outcome.steps == 3 and outcome.seconds > 0
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")  # few images for eight groups
 def test_run_measures_the_distance_of_the_adapted_features(digits, classifier):
     train = data.load("digits:train")
     images = PREPROCESSING(train.images(range(200)))

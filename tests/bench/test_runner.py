@@ -201,6 +201,7 @@ def test_a_file_that_stays_locked_is_an_error(tmp_path, monkeypatch):
     assert calls and (tmp_path / "records.jsonl").read_text() == ""
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")  # few images for a single group
 def test_sweep_over_the_number_of_groups_fills_every_cell(results):
     runner = make_runner(results, methods=["cafe"], kind="groups", sweep=(1, 8, 128), seeds=(0,))
     runner.work()

@@ -45,7 +45,7 @@ class Recorder:
         return keep
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ActivationStats(SourceValue):
     """Mean and variance over the images, at each location: averages over batches of the batches' means and variances.
 

@@ -13,7 +13,7 @@ from cafe_tta.source.value import Content, SourceValue, images_of
 LARGEST = 2**24  # values in all classes' whole covariances: beyond, only their diagonals are kept
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassMoments(SourceValue):
     """Mean and covariance of all features, and of those of each class that the classifier predicts.
 

@@ -16,7 +16,7 @@ BATCH = 64
 LIMIT = 2000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FisherInformation(SourceValue):
     """F = mean over batches of (∂/∂θ CE(z, argmax z))², for weight and bias of every normalisation layer.
 
