@@ -163,7 +163,8 @@ class Adapter(Displayed, nn.Module):
         """
         super().__init__()
         if not isinstance(styles, StyleStats | None):
-            raise TypeError(f"expected `styles` of the source images, as in `stats.styles`, but got {styles!r:.60}")
+            kind = type(styles).__name__
+            raise TypeError(f"expected `styles` of the source images, as in `stats.styles`, but got {kind}")
         self.styles = getattr(source, "styles", None) if styles is None else styles
         require_classifier(classifier)
         self.config = self.configure(config, **options)
