@@ -64,7 +64,7 @@ def test_styles_are_given_beside_another_source_value(name, classifier, source, 
     value = needed(name, classifier)
     with pytest.raises(ValueError, match="but got none; pass `styles`, those of SourceStats that were made with"):
         cafe.create(name, classifier, value, normalisation="unmix")
-    with pytest.raises(TypeError, match=r"expected `styles` of the source images, as in `stats.styles`, but got <Sour"):
+    with pytest.raises(TypeError, match=r"expected `styles` of the source images, as in `stats.styles`, but got Sour"):
         cafe.create(name, classifier, value, normalisation="unmix", styles=source)
     adapter = cafe.create(name, classifier, value, normalisation="unmix", styles=source.styles)
     images = torch.cat([smooth(60, 3), noisy(60, 3)])
