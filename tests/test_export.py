@@ -86,6 +86,14 @@ def test_an_adapter_comes_back_from_one_file(source, source_without_batchnorm, n
     assert torch.equal(again(IMAGES), fresh(IMAGES))
 
 
+def test_the_file_has_the_styles_of_an_adapter_that_unmixes_without_statistics(source, tmp_path):
+    styles = source.needs["stats"].styles
+    adapter = cafe.create("tent", source.classifier, styles=styles, normalisation="unmix")
+    adapter(IMAGES)
+    adapter.save(tmp_path / "state")
+    assert torch.equal(cafe.load_adapter(tmp_path / "state", source.classifier)(IMAGES), adapter(IMAGES))
+
+
 def test_a_file_without_what_the_method_needs_says_so(source, tmp_path):
     adapter = adapted(source, "cafe")
     small, whole = adapter.save(tmp_path / "small", source=False), adapter.save(tmp_path / "whole")

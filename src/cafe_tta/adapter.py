@@ -334,6 +334,8 @@ class Adapter(Displayed, nn.Module):
             own, theirs = value.content()
             tensors |= {f"source.{name}": tensor for name, tensor in own.items()}
             meta |= {"source": {"kind": value.kind, "meta": theirs}}
+        if source and self.styles is not None and getattr(value, "styles", None) is None:
+            tensors |= {"styles.mean": self.styles.mean, "styles.cov": self.styles.cov}
         return storage.write(path, STATE_KIND, STATE_VERSION, tensors, meta)
 
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -109,6 +109,11 @@ class Normaliser:
 
         For `unmix`, these are the statistics of the largest cluster.
         """
+        if self.by_image is not None and self.unmixer is None:
+            raise ValueError(
+                f"normalisation={self.kind!r} normalises each image with statistics of its own, which an ordinary "
+                "model cannot do: there is none to export"
+            )
         layers = batchnorm_layers(model)
         for layer in layers:
             layer.__dict__.pop("forward", None)  # that of unmixing

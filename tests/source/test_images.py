@@ -19,7 +19,7 @@ DIGITS = Preprocessing(32, (0.3, 0.3, 0.3), (0.35, 0.35, 0.35))
 CLASSES = ("cat", "dog", "frog", "newt")
 
 
-@pytest.mark.parametrize("kind", ["stats", "histograms", "posterior"])
+@pytest.mark.parametrize("kind", [kind for kind, value in cafe.SOURCES.items() if value.file_kind])
 def test_every_file_keeps_how_its_images_were_read(source, kind, tmp_path):
     value = source.needs[kind].of_images(DIGITS, CLASSES)
     value.save(tmp_path / "value")
@@ -207,7 +207,7 @@ def test_statistics_of_few_images_are_noticed_where_they_are_made_and_where_they
 def test_reprs_are_short(source):
     values = [*source.needs.values(), source.feature_stats, source.needs["posterior"].members[0]]
     shown = [value for value in values if hasattr(value, "_repr_html_")]
-    assert len(shown) == len(cafe.SOURCES) + 1  # "data" has none; two more
+    assert len(shown) == len(cafe.SOURCES) + 1  # all but loaders; statistics before grouping, and a member
     adapter = cafe.create("cafe", source.classifier, source.needs["stats"], lr=0.01)
     adapter(source.images[:40])
     monitor = cafe.Monitor(source.classifier, source.needs["stats"])

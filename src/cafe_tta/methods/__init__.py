@@ -167,7 +167,7 @@ def load_adapter(
     """The adapter that `adapter.save` wrote, from one file: method, options, source values, and all that it learnt.
 
     `classifier` is the one that it was made of, unchanged. `source` is only needed where the file has none: a loader of
-    labelled images, or files that were saved without it. So are `styles`, as in `create`.
+    labelled images, or a file that was saved without it. So are `styles`, as in `create`.
 
     >>> import tempfile, torch
     >>> from torch import nn
@@ -189,6 +189,8 @@ def load_adapter(
     if source is None and kept is not None:
         own = {name.removeprefix("source."): t for name, t in tensors.items() if name.startswith("source.")}
         source = source_kind(kept["kind"]).from_content(own, kept["meta"])
+    if styles is None and "styles.mean" in tensors:
+        styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"])
     kind = method(meta["method"])
     require_known(meta["config"], [described.name for described in describe(kind.Config)], kind.name)
     adapter = kind(classifier, source, kind.Config(**meta["config"]), styles=styles)

@@ -94,6 +94,9 @@ class ActivationStats(SourceValue):
         """Raises where the activations are another classifier's, and says what differs."""
         require_match("activation statistics", self.num_features, self.meta, classifier)
 
+    def facts(self) -> Mapping[str, Any]:
+        return {"layers": len(self.means), **super().facts()}
+
     def content(self) -> Content:
         tensors = {f"mean.{i}": mean for i, mean in enumerate(self.means)}
         tensors |= {f"variance.{i}": variance for i, variance in enumerate(self.variances)}

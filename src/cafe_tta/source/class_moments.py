@@ -74,6 +74,9 @@ class ClassMoments(SourceValue):
         """Raises where the features are another classifier's, and says what differs."""
         require_match("class moments", len(self.mean), self.meta, classifier)
 
+    def facts(self) -> Mapping[str, Any]:
+        return {"features": len(self.mean), "classes": len(self.class_mean), "read at": super().facts()["read at"]}
+
     def content(self) -> Content:
         tensors = {name: getattr(self, name) for name in ("mean", "cov", "class_counts", "class_mean", "class_cov")}
         return tensors, {"classifier": dict(self.meta)}

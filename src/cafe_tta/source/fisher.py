@@ -70,6 +70,9 @@ class FisherInformation(SourceValue):
         """Raises where the weights are another classifier's, and says what differs."""
         require_match("Fisher information", self.num_features, self.meta, classifier)
 
+    def facts(self) -> Mapping[str, Any]:
+        return {"parameters": len(self.fisher), "batches": self.batches, **super().facts()}
+
     def content(self) -> Content:
         meta = {"batches": self.batches, "num_features": self.num_features, "classifier": dict(self.meta)}
         return dict(self.fisher), meta
