@@ -69,8 +69,8 @@ class Replica:
         self._adapter._source_state = source_state
         self._adapter.reset()
         for part in self._adapter.modules():
-            if isinstance(part, Adapter) and part.normaliser.unmixer is not None:  # itself, or members of an ensemble
-                part.normaliser.unmixer.enabled = unmixing
+            if isinstance(part, Adapter) and part.normaliser.by_image is not None:  # itself, or members of an ensemble
+                part.normaliser.by_image.enabled = unmixing
         self._lock = threading.Lock()
         self.version = SOURCE_VERSION
 
