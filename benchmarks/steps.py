@@ -52,7 +52,7 @@ def main() -> None:
     adapters: dict[str, Callable[[Tensor], object]] = {
         "cafe": create("cafe", classifier, source),
         "cafe-dimwise": create("cafe-dimwise", classifier, source),
-        "cafe-plus": create("cafe-plus", classifier, source),
+        "cafe-plus": create("cafe-plus", classifier, source, gate=False),  # these images look like the source's
         "infomax": create("infomax", classifier),
         "fr": create("fr", classifier, histograms),
         "bacs, one member": create("bacs", classifier, posterior),
@@ -111,7 +111,7 @@ def made_up_groups(stats: cafe.FeatureStats, num_groups: int) -> cafe.SourceStat
     groups = torch.arange(dims).split(sizes.tolist())
     cov = stats.cov + 1e-3 * torch.eye(dims, dtype=torch.float64)
     known = {"alignment": {"largest": {"16": 1.0, "512": 0.5}}}
-    styles = StyleStats.calibrated(stats.styles.mean, stats.styles.cov, stats.styles.sample)
+    styles = StyleStats(stats.styles.mean, stats.styles.cov)
     blocks = [cov[g][:, g] for g in groups]
     return cafe.SourceStats(stats.mean, groups, blocks, {**stats.meta, **known}, styles=styles)
 
