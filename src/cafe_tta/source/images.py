@@ -163,7 +163,7 @@ def few_images(count: int, widest: int) -> str:
         return ""
     return (
         f"the statistics are of {count} images, but the widest group has {widest} features, and its covariance is "
-        f"mostly noise; make them of at least {IMAGES_PER_DIM * widest} images"
+        f"noisy; make them of at least {IMAGES_PER_DIM * widest} images"
     )
 
 
