@@ -19,7 +19,7 @@ def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch):
     names = {
         "model": models.build("cafe:digits-resnet", num_classes=10).eval(),
         "source_loader": [torch.randn(64, 3, 32, 32) for _ in range(6)],
-        "stream": [torch.randn(64, 3, 32, 32) / 3 + 0.5 for _ in range(2)],  # unlike the source: there is something to learn
+        "stream": [torch.randn(64, 3, 32, 32) / 3 + 0.5 for _ in range(2)],  # unlike the source
     }
     before = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
     for block in blocks[:2]:
