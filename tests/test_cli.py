@@ -147,7 +147,7 @@ def test_the_state_can_be_loaded_again(made, tmp_path):
 
     adapt(made, tmp_path / "out")
     classifier = split_classifier(models.load(made / "model/model.safetensors").model)
-    adapter = create("cafe", classifier, SourceStats.load(made / "stats.safetensors"), batch_size=16)
+    adapter = create("cafe-plus", classifier, SourceStats.load(made / "stats.safetensors"), batch_size=16)
     adapter.load(tmp_path / "out/state.safetensors")
     assert adapter.counters.images == 60
 
@@ -435,7 +435,10 @@ def test_errors_are_one_line(made, tmp_path):
     (tmp_path / "junk/1.png").write_bytes(b"")
     common = ("adapt", "--model", model, "--output", out)
     cases = [
-        ((*common, "--data", photos), "cafe needs stats from the source domain, but `source` is empty; make them with"),
+        (
+            (*common, "--data", photos),
+            "cafe-plus needs stats from the source domain, but `source` is empty; make them with",
+        ),
         ((*common, "--data", photos, "--method", "fr"), "fr needs histograms from the source domain"),
         ((*common, "--data", photos, "--method", "bacs"), "bacs needs posterior from the source domain"),
         ((*common, "--data", photos, "--method", "dann"), "dann needs data from the source domain"),
@@ -454,7 +457,7 @@ def test_errors_are_one_line(made, tmp_path):
             "expected `lr` to be a number at least 0, but got 'fast'",
         ),
         ((*common, "--data", photos, "--stats", stats, "--set", "lr=-1"), "expected `lr` to be at least 0"),
-        ((*common, "--data", photos, "--stats", stats, "--preset", "cifr"), "cafe has no preset 'cifr'"),
+        ((*common, "--data", photos, "--stats", stats, "--preset", "cifr"), "cafe-plus has no preset 'cifr'"),
         ((*common, "--data", photos, "--stats", stats, "--device", "cdua"), "did you mean 'cuda'?"),
         ((*common, "--data", photos, "--stats", stats, "--mean", "1,2"), "expected `mean` to be"),
         (
@@ -619,7 +622,7 @@ def test_a_preset_and_settings_add_up():
 
 
 def test_batches_without_a_step_are_counted_with_the_reason(made, tmp_path):
-    result = adapt(made, tmp_path / "out", "--batch-size", 1, "--measure", 0)
+    result = adapt(made, tmp_path / "out", "--method", "cafe", "--batch-size", 1, "--measure", 0)
     assert re.search(r"without a step +60 of 60 batches: a batch of 1 is too small to normalise with", result.stdout)
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["batches_without_step"] == 60 and summary["steps"] == 0
@@ -632,7 +635,7 @@ def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
     adapt(made, tmp_path / "out", "--measure", 0, "--resume")
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     result = adapt(made, tmp_path / "out", "--measure", 0, "--resume", "--set", "lr=0.5", code=2)
-    assert "lr=0.001 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
+    assert "lr=0.002 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
 
 
 # Sheets of clusters

@@ -13,7 +13,8 @@ from cafe_tta.models import Model, ModelOptions
 from cafe_tta.options import Options, option, parse, split_assignments
 from cafe_tta.source import SourceValue
 
-_PANEL = "Method"
+METHOD_PANEL = "Method"
+METHOD_HELP = "The method that adapts: `cafe-tta methods` lists them, and package.module:Class is one of your own."
 
 
 class Chosen(NamedTuple):
@@ -32,21 +33,17 @@ class MethodOptions(Options):
     0.01
     """
 
-    method: str = option(
-        "cafe",
-        "The method that adapts: `cafe-tta methods` lists them, and package.module:Class is one of your own.",
-        panel=_PANEL,
-    )
-    preset: str | None = option(None, "A set of options of the method, by name.", panel=_PANEL)
+    method: str = option("cafe-plus", METHOD_HELP, panel=METHOD_PANEL)
+    preset: str | None = option(None, "A set of options of the method, by name.", panel=METHOD_PANEL)
     set: list[str] = option(
-        [], "An option of the method, such as lr=0.01. May be repeated.", panel=_PANEL, metavar="OPTION=VALUE"
+        [], "An option of the method, such as lr=0.01. May be repeated.", panel=METHOD_PANEL, metavar="OPTION=VALUE"
     )
     source: list[str] = option(
         [],
         "What the method needs from the source domain: a file that `cafe-tta stats` or `train` made, or, for a method "
         "that needs data, labelled source images such as digits:train; for normalisation=unmix also statistics. May be "
         "repeated.",
-        panel=_PANEL,
+        panel=METHOD_PANEL,
         metavar="FILE",
         aliases=("stats", "histograms", "posterior", "source_data"),
     )
