@@ -1,10 +1,12 @@
 """Mean and variance of each channel of activations (B, C, ...), with gradients, in as few passes as possible."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def var_mean(activations: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,3 +77,31 @@ class _NormalisedByLayer(torch.autograd.Function):
             grad, activations, one, None, None, mean, one, True, 0.0, (False, True, True)
         )
         return grad, -total, -0.5 * product / var
+
+
+class NormalisedInput:
+    """Hooks that hand a BatchNorm layer activations that are normalised already, by `normalise`.
+
+    The layer has a mean of 0 and a variance of 1 meanwhile, and only scales and shifts. Hooks, not a layer of our own:
+    libraries have BatchNorm layers that also apply the activation.
+    """
+
+    def __init__(self, layer: _BatchNorm, normalise: Callable[[Tensor], Tensor | None]) -> None:
+        self.layer, self.normalise = layer, normalise  # which returns None to leave the layer alone
+        self._had: tuple[Tensor | None, Tensor | None] | None = None
+        layer.register_forward_pre_hook(self._before)
+        layer.register_forward_hook(self._after, always_call=True)  # also where the layer fails
+
+    def _before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        normalised = self.normalise(args[0])
+        if normalised is None:
+            return None
+        self._had = self.layer.running_mean, self.layer.running_var
+        self.layer.running_mean = normalised.new_zeros(normalised.shape[1])
+        self.layer.running_var = torch.full_like(self.layer.running_mean, 1 - self.layer.eps)
+        return (normalised, *args[1:])
+
+    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._had is not None:
+            self.layer.running_mean, self.layer.running_var = self._had
+            self._had = None

@@ -60,10 +60,15 @@ class StyleClusters:
         }
 
     @property
+    def counts(self) -> dict[int, int]:
+        """Images of every cluster among the last ones by its number, the largest first."""
+        sizes = torch.bincount(self.memory["cluster"], self.memory["images"].double()).long().tolist()
+        return {number: size for number, size in sorted(enumerate(sizes), key=lambda pair: -pair[1]) if size}
+
+    @property
     def sizes(self) -> list[int]:
         """Images of every cluster among the last ones, the largest first."""
-        sizes = torch.bincount(self.memory["cluster"], self.memory["images"].double()).tolist()
-        return sorted((int(size) for size in sizes if size), reverse=True)
+        return list(self.counts.values())
 
     @property
     def joined(self) -> Tensor:

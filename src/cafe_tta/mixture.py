@@ -14,11 +14,13 @@ and the image is normalised with the mean and variance of the mixture of all (μ
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from cafe_tta.channels import NormalisedInput
 
 TEMPERATURE = 0.07
 SPREAD = 0.5  # share of the source's variance that lies between the components
@@ -41,7 +43,7 @@ class Mixture:
         # Kept apart from the layers, whose running statistics are replaced while they normalise.
         self._source = [(_kept(layer.running_mean), _kept(layer.running_var)) for layer in self.layers]
         for number, layer in enumerate(self.layers):
-            _Hooks(self, layer, number)
+            NormalisedInput(layer, partial(self.normalised, layer, number))  # which, unlike a lambda, is copied deeply
         self.reset()
 
     def reset(self) -> None:
@@ -63,8 +65,10 @@ class Mixture:
         if self._updating:  # the old one is the backup
             self.memory = {name: tensor.to(images.device, copy=True) for name, tensor in self.memory.items()}
 
-    def normalised(self, layer: _BatchNorm, number: int, activations: Tensor) -> Tensor:
+    def normalised(self, layer: _BatchNorm, number: int, activations: Tensor) -> Tensor | None:
         """Each image normalised with the mixture as it moves it; gradients flow through its own statistics."""
+        if not self.enabled:
+            return None
         axes = tuple(range(2, activations.dim()))
         var, mean = torch.var_mean(activations, axes, correction=0)  # (B, C)
         means = self.memory[f"means.{number}"].to(activations)  # (K, C)
@@ -97,30 +101,6 @@ class Mixture:
                 old = self.memory[f"{name}.{number}"]
                 pulled = weights.T @ values.double() - weights.sum(0)[:, None] * old
                 self.memory[f"{name}.{number}"] = old + rate * pulled
-
-
-class _Hooks:
-    """Hooks that normalise in front of a layer, which then only scales and shifts."""
-
-    def __init__(self, mixture: Mixture, layer: _BatchNorm, number: int) -> None:
-        self.mixture, self.layer, self.number = mixture, layer, number
-        self._had: tuple[Tensor | None, Tensor | None] | None = None
-        layer.register_forward_pre_hook(self._before)
-        layer.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not self.mixture.enabled:
-            return None
-        normalised = self.mixture.normalised(self.layer, self.number, args[0])
-        self._had = self.layer.running_mean, self.layer.running_var
-        self.layer.running_mean = normalised.new_zeros(normalised.shape[1])
-        self.layer.running_var = torch.full_like(self.layer.running_mean, 1 - self.layer.eps)
-        return (normalised, *args[1:])
-
-    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._had is not None:
-            self.layer.running_mean, self.layer.running_var = self._had
-            self._had = None
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

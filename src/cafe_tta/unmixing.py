@@ -13,13 +13,13 @@ clearly another. A stranger, an image like none of the clusters, has the source'
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cafe_tta.channels import NormalisedInput
 from cafe_tta.clusters import CELLS, THRESHOLD, StyleClusters
 from cafe_tta.distributed import ALONE, Ranks
 from cafe_tta.styles import StyleStats, describe
@@ -74,9 +74,7 @@ class Unmixer:
     @property
     def counts(self) -> dict[int, int]:
         """Images of every cluster among the last ones by its number, the largest first."""
-        memory = self.clusters.memory
-        sizes = torch.bincount(memory["cluster"], memory["images"].double()).long().tolist()
-        return {number: size for number, size in sorted(enumerate(sizes), key=lambda pair: -pair[1]) if size}
+        return self.clusters.counts
 
     @property
     def numbers(self) -> Tensor:
@@ -196,12 +194,10 @@ class _Hooks:
         self.unmixer, self.channels, self.layer = unmixer, channels, layer
         mean = layer.running_mean.detach().double()
         self.source = torch.stack([mean, layer.running_var.detach().double() + mean.square()])  # (2, C)
-        self._had: tuple[Tensor | None, Tensor | None] | None = None
         if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             layer.forward = self._forward  # type: ignore[method-assign, assignment]
         else:
-            layer.register_forward_pre_hook(self._before)
-            layer.register_forward_hook(self._after, always_call=True)  # also where the layer fails
+            NormalisedInput(layer, self._normalised)
 
     def _forward(self, activations: Tensor) -> Tensor:
         if not self.unmixer.enabled:
@@ -215,19 +211,8 @@ class _Hooks:
         source = self.source.to(activations.device)
         return self.unmixer.scale_and_shift(activations, self.channels, source, self.layer.eps)
 
-    def _before(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not self.unmixer.enabled:
-            return None
-        normalised = _affine(args[0], *self._statistics(args[0]))
-        self._had = self.layer.running_mean, self.layer.running_var
-        self.layer.running_mean = normalised.new_zeros(normalised.shape[1])
-        self.layer.running_var = torch.full_like(self.layer.running_mean, 1 - self.layer.eps)
-        return (normalised, *args[1:])
-
-    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._had is not None:
-            self.layer.running_mean, self.layer.running_var = self._had
-            self._had = None
+    def _normalised(self, activations: Tensor) -> Tensor | None:
+        return _affine(activations, *self._statistics(activations)) if self.unmixer.enabled else None
 
 
 def _affine(activations: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

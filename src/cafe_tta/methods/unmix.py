@@ -43,7 +43,19 @@ class UnmixConfig(AdapterConfig):
         return True
 
 
-class Unmix(Adapter):
+class NormalisingAdapter(Adapter):
+    """A method that adapts by what BatchNorm normalises each image with, in one pass and without a step."""
+
+    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
+        with torch.no_grad():
+            self.normaliser.adapting()
+            features, logits = self.run(images)
+            if reason := self.why_unusable(features):
+                return logits, Report(self.ranks.count(images), stepped=False, refused=True, reason=reason)
+            return logits, Report(self.ranks.count(images), stepped=True)
+
+
+class Unmix(NormalisingAdapter):
     """Clusters the images by how they are corrupted, and normalises each with its own cluster: no gradient step.
 
     >>> from torch import nn
@@ -75,11 +87,3 @@ class Unmix(Adapter):
             )
         unmixer = self.unmixer(source, config.window, config.prior, config.threshold)
         self.normaliser = Normaliser(self.classifier, "unmix", ranks=self.ranks, unmixer=unmixer)
-
-    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        with torch.no_grad():
-            self.normaliser.adapting()
-            features, logits = self.run(images)
-            if reason := self.why_unusable(features):
-                return logits, Report(len(images), stepped=False, refused=True, reason=reason)
-            return logits, Report(len(images), stepped=True)

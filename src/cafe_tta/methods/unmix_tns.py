@@ -8,11 +8,9 @@ the formulas.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from cafe_tta.adapter import Adapter, AdapterConfig, Report
+from cafe_tta.adapter import AdapterConfig
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.methods.unmix import NormalisingAdapter
 from cafe_tta.mixture import NO_MIXTURE, Mixture
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
@@ -32,7 +30,7 @@ class UnMixTNSConfig(AdapterConfig):
     seed: int = option(0, "Seed of the first components.", least=0)
 
 
-class UnMixTNS(Adapter):
+class UnMixTNS(NormalisingAdapter):
     """Normalises each image with a mixture of channel statistics that every image moves; see `cafe_tta.mixture`.
 
     The mixture follows the images that are answered, not those of `predict`: the original's moves in every pass.
@@ -70,14 +68,6 @@ class UnMixTNS(Adapter):
             raise ValueError("unmix-tns replaces the statistics of BatchNorm layers, but this classifier has none")
         mixture = Mixture(layers, self.config.components, self.config.batch_size, self.config.seed)
         self.normaliser = Normaliser(self.classifier, "unmix-tns", mixture=mixture)
-
-    def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        with torch.no_grad():
-            self.normaliser.adapting()
-            features, logits = self.run(images)
-            if reason := self.why_unusable(features):
-                return logits, Report(len(images), stepped=False, refused=True, reason=reason)
-            return logits, Report(len(images), stepped=True)
 
     def exported(self) -> SplitClassifier:
         raise ValueError(NO_MIXTURE.format(self.name))
