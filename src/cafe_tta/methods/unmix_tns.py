@@ -36,6 +36,7 @@ class UnMixTNS(NormalisingAdapter):
     The mixture follows the images that are answered, not those of `predict`: the original's moves in every pass.
     Methods with gradient steps can normalise in this way too: normalisation="unmix-tns".
 
+    >>> import torch
     >>> from torch import nn
     >>> from cafe_tta import split_classifier
     >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
