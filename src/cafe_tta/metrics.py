@@ -1,4 +1,4 @@
-"""What is measured: the Fréchet distance between Gaussians (Appendix A.3) and accuracy."""
+"""What is measured: the Fréchet distance between Gaussians (Appendix A.3), accuracy and calibration error."""
 
 import torch
 from torch import Tensor
@@ -48,3 +48,26 @@ def _plain(tensor: Tensor) -> Tensor:
 def accuracy(logits: Tensor, labels: Tensor) -> float:
     """Share of images whose largest logit is that of their label."""
     return (logits.argmax(1) == labels).double().mean().item()
+
+
+def calibration_error(confidences: Tensor, right: Tensor, bins: int = 15) -> float:
+    """Expected calibration error: how far confidence and accuracy lie apart, in `bins` equally wide bins.
+
+    Σ n_b / n · |accuracy_b - mean confidence_b|, with (0, 1/bins] as the first bin (Guo et al., ICML 2017).
+    A confidence is the largest probability of an answer; `right` says whether it is the answer of the label.
+
+    >>> round(calibration_error(torch.tensor([0.9, 0.9, 0.9, 0.9]), torch.tensor([True, True, False, True])), 6)
+    0.15
+    """
+    if confidences.dim() != 1 or confidences.shape != right.shape or not len(right):
+        raise ValueError(
+            "expected as many confidences as answers, and at least one, "
+            f"but got shapes {tuple(confidences.shape)} and {tuple(right.shape)}"
+        )
+    values, hits = _plain(confidences), _plain(right)
+    if not bool(((values >= 0) & (values <= 1)).all()):
+        raise ValueError("expected confidences between 0 and 1; take the largest value of a softmax")
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    number = torch.bucketize(values, edges[1:-1])  # (n,) of 0 .. bins - 1; an edge belongs to the bin below it
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, number, hits - values)
+    return float(gaps.abs().sum() / len(values))

@@ -100,17 +100,22 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], words: Mappi
     >>> differences({"lr": 0.1, "model": {"size": 32}}, {"lr": 0.2, "model": {"size": 64}})
     'lr=0.1 there, 0.2 here; model.size=32 there, 64 here'
     """
-    there, here = _flat(theirs), _flat(json.loads(json.dumps(ours)))  # as it looks when it comes from a file
+    there, here = flat(theirs), flat(json.loads(json.dumps(ours)))  # as it looks when it comes from a file
     names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     texts = [f"{name}={there.get(name)!r} there, {here.get(name)!r} here" for name in names]
     return "; ".join((words or {}).get(name, text) for name, text in zip(names, texts, strict=True))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level.
+
+    >>> flat({"lr": 0.1, "model": {"size": 32}})
+    {'lr': 0.1, 'model.size': 32}
+    """
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cafe_tta.bench import report
+from cafe_tta.bench.records import packed
 from cafe_tta.bench.report.columns import columns
 
 from .report_records import cells, record, save
@@ -48,6 +49,15 @@ def test_a_broken_line_is_named_and_an_unfinished_last_one_is_left_out(tmp_path)
         ({"method": ""}, "expected `method` to be a text, but got ''"),
         ({"config": [1]}, "expected `config` to be an object, but got [1]"),
         ({"frechet_after": math.inf}, "expected `frechet_after` to be a finite number or null, but got inf"),
+        ({"hits": "!"}, "expected `hits` to be 10000 bits in base64, but got '!'"),
+        ({"hits": packed([True])}, "expected `hits` to be 10000 bits in base64, but got 'gA=='"),
+        (
+            {"hits": packed([True] * 10000)},
+            "expected `hits` to be as many right answers as the accuracy of 0.5 says, but got '10000 of 10000'",
+        ),
+        ({"calibration_error": math.nan}, "expected `calibration_error` to be a finite number or null, but got nan"),
+        ({"forward_images": -1}, "expected `forward_images` to be a whole number of at least 0, but got -1"),
+        ({"code": "abc"}, "expected `code` to be an object, but got 'abc'"),
         ({"episode__images": 0}, "expected `episode.images` to be a whole number of at least 1, but got 0"),
     ],
 )

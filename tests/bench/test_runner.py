@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import cafe_tta as cafe
 from cafe_tta import bench
-from cafe_tta.bench import evaluate, protocols, source_side
+from cafe_tta.bench import evaluate, protocols, provenance, source_side
 from cafe_tta.bench import records as records_module
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Experiment, plan
 from cafe_tta.bench.protocols import PROTOCOLS
@@ -29,6 +29,7 @@ from cafe_tta.methods import METHODS
 
 from .report_records import record as made_up_record
 
+ROOT = Path(__file__).parents[2]
 DIGITS = replace(DATASETS["digits"], copies=1)
 
 
@@ -60,7 +61,8 @@ def make_runner(folder, methods=("source", "adabn", "cafe"), kind="mixed", **set
 
 def without_times(records):
     """What no two runs have in common left out: times, and the command line, which names the folder."""
-    return [replace(record, seconds=0.0, peak_memory_mb=None, finished="", command="", origin="") for record in records]
+    times = {"seconds": 0.0, "peak_memory_mb": None, "run_memory_mb": None}
+    return [replace(record, **times, finished="", command="", origin="") for record in records]
 
 
 def test_every_record_holds_all_that_decides_its_number(results):
@@ -76,6 +78,11 @@ def test_every_record_holds_all_that_decides_its_number(results):
         assert record.versions["torch"] and record.machine["threads"] >= 1
         assert 0 <= record.accuracy <= 1 and record.frechet_before > 0 and record.frechet_after > 0
         assert record.seconds > 0 and record.peak_memory_mb > 50 and len(record.stream) == 1  # too few for a curve
+        assert record.code == provenance.code() and record.right.mean() == pytest.approx(record.accuracy)
+        assert 0 <= record.calibration_error <= 1
+        assert record.source["digest"] == cafe.data.load("digits:train").digest() and record.source["chosen"]
+        passes = {"source": (2, 0), "adabn": (2, 0), "cafe": (2, 1)}[record.method]  # offline: once more to answer
+        assert (record.forward_images, record.backward_images) == tuple(40 * count for count in passes)
         shares = [record.by_domain[name] * count for name, count in record.episode.domains.items()]
         assert sum(shares) / 40 == pytest.approx(record.accuracy)
     unadapted = [record for record in records if record.method == "source"]
@@ -83,6 +90,53 @@ def test_every_record_holds_all_that_decides_its_number(results):
         assert record.frechet_after == pytest.approx(record.frechet_before, rel=1e-6)
     groups = next(record for record in records if record.method == "cafe").source
     assert sum(groups["group_sizes"]) + groups["dead_dims"] == 128 and groups["num_groups"] == 8
+
+
+def test_hits_are_in_the_order_of_the_episode(results):
+    runner = make_runner(results, ["source"], seeds=(0,))
+    runner.work()
+    (record,), (planned,) = read(results / "records.jsonl"), runner.runs()
+    (batch,) = runner.stream(planned.episode).batches(40)
+    expected = (runner.source.classifier(batch.images).argmax(1) == batch.labels).numpy()
+    assert np.array_equal(record.right, expected) and 0 < expected.sum() < 40
+    named = {str(domain): expected[planned.episode.domain_of == n] for n, domain in enumerate(planned.episode.domains)}
+    assert record.by_domain == {name: own.mean() for name, own in named.items() if len(own)}
+    assert record.by_domain[record.worst_domain] == min(record.by_domain.values())
+
+
+def test_every_source_value_has_its_hash(results):
+    """The same value, the same hash; one number changed, another."""
+    names = ["source", "fr", "bacs", "cafe", "eata", "tent(normalisation=unmix)"]
+    runner = make_runner(results, names, seeds=(0,), frechet=False, limit=20)
+    runner.work()
+    found = {record.label: record.source for record in read(results / "records.jsonl")}
+    kinds = [sorted(found[name]["values"]) for name in names]
+    assert kinds == [[], ["histograms"], ["posterior"], ["stats"], ["fisher"], ["styles"]]
+    assert found["bacs"]["swag"] == {"epochs": 4, "lr": 0.01} and "swag" not in found["cafe"]
+    again = SourceSide(DIGITS, results / "source")
+    rows = {planned.row.label: planned.row for planned in runner.runs()}
+    assert {label: again.facts(row)["values"] for label, row in rows.items()} == {
+        label: facts["values"] for label, facts in found.items()
+    }
+    moved = again.grouped()
+    moved.mean[0] += 1e-4
+    again._digests.clear()
+    assert again.facts(rows["cafe"])["values"] != found["cafe"]["values"]
+    swapped = replace(moved, groups=moved.groups[::-1], covs=moved.covs[::-1])
+    runner.source._groups[8] = swapped
+    assert runner._describe_source(rows["cafe"])["groups_digest"] != found["cafe"]["groups_digest"]
+
+
+def test_a_posterior_of_other_options_is_not_taken(source_folder, results):
+    """Kept files are named by the options they were collected with; another number of epochs makes another one."""
+    bacs = next(row for row in plan("mixed", DIGITS, methods=["bacs"]).rows)
+    digests = set()
+    for epochs in (0, 1, 2, 1):  # 0: that of the embedded model
+        side = SourceSide(DIGITS, results / "source", source_side.SourceSideOptions(swag_epochs=epochs))
+        facts = side.facts(bacs)
+        digests.add(facts["values"]["posterior"])
+        assert facts["swag"]["epochs"] == (epochs or source_side.DIGITS_TRAINING.swag_epochs)
+    assert len(digests) == 3
 
 
 def test_second_run_gives_the_same_numbers(results, source_folder, tmp_path):
@@ -150,6 +204,47 @@ def test_other_settings_are_refused(results):
     changed = make_runner(results, methods=["source"], options={"source": {"batch_size": 7}})
     with pytest.raises(ValueError, match=r"config.batch_size=256 there, 7 here"):
         changed.missing()
+
+
+def test_an_option_that_a_record_lacks_is_not_made_up(results):
+    """`min_samples` did not exist when the record was made: nobody knows here what the run did."""
+    make_runner(results, methods=["cafe"], seeds=(0,)).work()
+    line = json.loads((results / "records.jsonl").read_text())
+    del line["config"]["min_samples"]
+    (results / "records.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError) as caught:
+        make_runner(results, methods=["cafe"], seeds=(0, 1)).missing()
+    assert str(caught.value) == (
+        f"{results / 'records.jsonl'} (cafe, seed 0) was recorded by another version of cafe-tta (only one of the two "
+        "versions knows config.min_samples), whose numbers may differ from new ones; choose another folder for new "
+        "runs: `cafe-tta report` joins folders, where their runs can be compared"
+    )
+
+
+def test_a_folder_of_an_older_version_is_refused_as_such(results):
+    make_runner(results, methods=["source"], seeds=(0,)).work()
+    path = results / "settings.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"versions": {**settings["versions"], "cafe_tta": "0.1.0"}}))
+    with pytest.raises(ValueError, match=r"recorded by another version of cafe-tta \(0.1.0 there, \d.* here\)"):
+        make_runner(results, methods=["adabn"])
+    old = {name: value for name, value in settings["source"].items() if name not in ("digest", "chosen")}
+    path.write_text(json.dumps(settings | {"source": old}))
+    with pytest.raises(ValueError, match=r"\(only one of the two versions knows source.chosen, source.digest\)"):
+        make_runner(results, methods=["adabn"])
+    with pytest.raises(ValueError, match=r"settings.json belongs to other settings: limit=40 there, 50 here; choose"):
+        make_runner(results, methods=["adabn"], limit=50)  # what differs is said first
+
+
+def test_records_of_older_versions_are_read():
+    """Every folder of results in the docs: what their records lack is None, and not filled in."""
+    folders = sorted(path.parent for path in (ROOT / "docs/results").glob("*/records.jsonl"))
+    assert len(folders) > 20
+    for folder in folders:
+        for record in read(folder / "records.jsonl"):
+            assert record.accuracy >= 0 and record.origin
+            if "digest" not in record.source:
+                assert record.right is None and record.code == {} and record.calibration_error is None
 
 
 def test_more_methods_and_seeds_are_added_to_what_is_there(results):
@@ -285,18 +380,6 @@ def test_episode_digest_depends_on_order_and_corruption():
     episodes = [plan("mixed", DIGITS).episodes("all-mixed", seed, 50)[0] for seed in (0, 0, 1)]
     digests = [episode.summary().digest for episode in episodes]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_peak_memory_is_measured_anew():
-    from cafe_tta.bench.runner import peak_memory, reset_peak_memory
-
-    ballast = np.ones(2**26)  # 512 MB
-    with_ballast = peak_memory()
-    del ballast
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("this system cannot reset the peak")
-    reset_peak_memory()
-    assert peak_memory() < with_ballast - 300
 
 
 def test_settings_are_readable(results):

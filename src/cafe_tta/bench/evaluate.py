@@ -1,6 +1,7 @@
 """One run: an adapter meets the images of an episode. The only place where labels are compared with answers."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cafe_tta import corruptions, stream
+from cafe_tta import corruptions, metrics, stream
 from cafe_tta.adapter import Adapter
+from cafe_tta.bench.cost import Passes
 from cafe_tta.bench.experiments import Mode
 from cafe_tta.bench.protocols import Domain, Episode, Indices
 from cafe_tta.classifier import SplitClassifier
@@ -67,6 +69,11 @@ class Stream:
         for number, start in enumerate(range(0, len(self.episode), batch_size)):
             part = deal(number, start, min(start + batch_size, len(self.episode)))
             yield StreamBatch(self._preprocessing(self._corrupted(part)), self._labels[part])
+
+    def make(self) -> None:
+        """Makes the images now, if they are kept: their memory is then not that of the first run."""
+        if self.share.ranks == 1:
+            self._corrupted(slice(0, 1))
 
     def _corrupted(self, part: slice) -> npt.NDArray[np.uint8]:
         if part.start == part.stop:  # more ranks than images in this batch
@@ -128,6 +135,9 @@ class Outcome(Displayed):
     steps: int
     refused: int
     distance: Distance  # of the adapted features
+    calibration_error: float | None  # of the answers that count; None where one of them is not a number
+    forward: int  # images through the network: of all that `seconds` is the time of
+    backward: int  # images through which a gradient came back
 
     def facts(self) -> Mapping[str, Any]:
         accuracy, time = f"{100 * self.accuracy:.2f} %", f"{self.seconds:.1f} s"
@@ -151,37 +161,43 @@ def evaluate(
     """
     share, batch_size = images.share, adapter.config.batch_size
     adapter.reset()
-    online, seconds = [], 0.0
-    for answer in stream.adapt(adapter, images.batches(batch_size)):
-        online.append(_hits(answer))
-        seconds += answer.seconds
-        advance(len(answer.logits))
-    while mode == "offline" and adapter.wants_more():
+    passes = Passes(adapter)
+    answers, online, seconds = _Answers(), _Answers(), 0.0
+    with passes.counting():
         for answer in stream.adapt(adapter, images.batches(batch_size)):
+            online.add(answer)
             seconds += answer.seconds
-            if not adapter.wants_more():
-                break
-    answered = right = share.whole(online)
+            advance(len(answer.logits))
+        while mode == "offline" and adapter.wants_more():
+            for answer in stream.adapt(adapter, images.batches(batch_size)):
+                seconds += answer.seconds
+                if not adapter.wants_more():
+                    break
     distance = Distance()
     if mode == "offline" or reference is not None:
-        offline, features = [], []
-        for evaluation in stream.evaluate(adapter, images.batches(EVALUATION_BATCH, in_turns=True)):
-            offline.append(_hits(evaluation))
-            features.append(evaluation.features)
-            seconds += evaluation.seconds if mode == "offline" else 0.0
-        right = share.whole(offline) if mode == "offline" else answered
+        features = []
+        with passes.counting() if mode == "offline" else nullcontext():
+            for evaluation in stream.evaluate(adapter, images.batches(EVALUATION_BATCH, in_turns=True)):
+                answers.add(evaluation)
+                features.append(evaluation.features)
+                seconds += evaluation.seconds if mode == "offline" else 0.0
         if reference is not None:
             distance = Distance.of(share.whole(features), reference)
+    counted = answers if mode == "offline" else online
+    right, confidences = share.whole(counted.hits), share.whole(counted.confidences)
     return Outcome(
         accuracy=right.double().mean().item(),
         by_domain=_by_domain(right, images.episode),
         hits=right,
-        online_hits=answered,
+        online_hits=right if counted is online else share.whole(online.hits),
         seconds=max(share.all(seconds)),
         images=len(images),
         steps=adapter.counters.steps,
         refused=adapter.counters.refused,
         distance=distance,
+        calibration_error=metrics.calibration_error(confidences, right) if confidences.isfinite().all() else None,
+        forward=sum(share.all(passes.forward)),
+        backward=sum(share.all(passes.backward)),
     )
 
 
@@ -191,8 +207,17 @@ def distance_before(classifier: SplitClassifier, images: Stream, reference: Refe
     return Distance.of(images.share.whole([evaluation.features for evaluation in passes]), reference)
 
 
-def _hits(answer: stream.Answer[StreamBatch] | stream.Evaluation[StreamBatch]) -> Tensor:
-    return answer.logits.argmax(1).cpu() == answer.batch.labels
+class _Answers:
+    """Which answers were right, and how sure they were, batch by batch."""
+
+    def __init__(self) -> None:
+        self.hits: list[Tensor] = []
+        self.confidences: list[Tensor] = []
+
+    def add(self, answer: stream.Answer[StreamBatch] | stream.Evaluation[StreamBatch]) -> None:
+        logits = answer.logits.detach().cpu()
+        self.hits.append(logits.argmax(1) == answer.batch.labels)
+        self.confidences.append(logits.double().softmax(1).amax(1))
 
 
 def _by_domain(right: Tensor, episode: Episode) -> dict[str, float]:

@@ -5,13 +5,17 @@ flushed to disk before the next run begins; a line that was cut off by a crash i
 Several processes may write to the same folder: they lock the file while they write.
 """
 
+import base64
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from cafe_tta import storage
 from cafe_tta.bench.experiments import EXPERIMENTS
@@ -24,7 +28,11 @@ SETTINGS, RECORDS = "settings.json", "records.jsonl"
 LOCKED = 60.0  # seconds to wait for a file that another process writes to; it takes milliseconds
 MAIN = "main"  # the tables that most experiments share
 
+_VERSION = "versions.cafe_tta"
+_LEFT_OUT = {"model.preprocessing.interpolation"}  # of settings, where it has the value that it always had
+
 Facts = dict[str, Any]
+Hits = npt.NDArray[np.bool_]  # (n,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,13 +66,20 @@ class Record(Displayed):
     alignment_before: float | None
     alignment_after: float | None
     seconds: float
-    peak_memory_mb: float | None
+    peak_memory_mb: float | None  # of the process during the run
     steps: int
     refused: int
     versions: Facts
     machine: Facts
     command: str  # the command line that ran it
     finished: str
+    # Records of versions up to 0.2.0 have none of these.
+    code: Facts = field(default_factory=dict)  # the commit, and whether files differ from it
+    hits: str | None = None  # which images were answered right, in the order of the episode: see `right`
+    calibration_error: float | None = None  # see `metrics.calibration_error`
+    forward_images: int | None = None  # images through the network, in the time that `seconds` counts
+    backward_images: int | None = None  # images through which a gradient came back
+    run_memory_mb: float | None = None  # peak of the run, less what was in use when it began
     origin: str = ""  # file and line that it was read from, for errors; not recorded
 
     def facts(self) -> Mapping[str, Any]:
@@ -84,6 +99,16 @@ class Record(Displayed):
     @property
     def images_per_second(self) -> float | None:
         return self.episode.images / self.seconds if self.seconds else None
+
+    @property
+    def right(self) -> Hits | None:
+        """Which images were answered right, in the order of the episode; None where it was not recorded."""
+        return None if self.hits is None else unpacked(self.hits, self.episode.images)
+
+    @property
+    def worst_domain(self) -> str | None:
+        """The corruption with the lowest accuracy."""
+        return min(self.by_domain, key=lambda name: self.by_domain[name], default=None)
 
     @property
     def scope(self) -> str:
@@ -124,6 +149,8 @@ class Record(Displayed):
         facts |= {name: get.whole(name) for name in ("seed", "steps", "refused")}
         facts |= {name: get.number(name) for name in ("frechet_before", "frechet_after", "peak_memory_mb")}
         facts |= {name: get.number(name) for name in ("alignment_before", "alignment_after")}
+        facts |= {name: get.number(name) for name in ("calibration_error", "run_memory_mb")}
+        facts |= {name: get.optional(name) for name in ("forward_images", "backward_images")}
         return cls(
             label=get.text("label", get.text("method")),
             needs=get.text("needs", "") or None,
@@ -133,8 +160,10 @@ class Record(Displayed):
                 domains=get.facts("episode.domains"),
                 digest=get.text("episode.digest", ""),
             ),
-            limit=None if raw.get("limit") is None else get.whole("limit"),
+            limit=get.optional("limit"),
             copies=1 if raw.get("copies") is None else get.whole("copies"),
+            code=get.facts("code"),
+            hits=get.hits("hits"),
             accuracy=get.share("accuracy"),
             by_domain={name: get.share("by_domain", name) for name in get.facts("by_domain")},
             stream=get.shares("stream"),
@@ -179,6 +208,22 @@ class _Getter:
             raise self._error(name, f"a whole number of at least {least}", value)
         return value
 
+    def optional(self, name: str) -> int | None:
+        return None if self._value(name) is None else self.whole(name)
+
+    def hits(self, name: str) -> str | None:
+        text, images, share = self._value(name), self.whole("episode.images", least=1), self.share("accuracy")
+        if text is None:
+            return None
+        try:
+            right = unpacked(text, images)
+        except (TypeError, ValueError):
+            raise self._error(name, f"{images} bits in base64", text) from None
+        if not math.isclose(right.mean(), share, abs_tol=1e-9):
+            found = f"{right.sum()} of {images}"
+            raise self._error(name, f"as many right answers as the accuracy of {share} says", found)
+        return str(text)
+
     def number(self, name: str) -> float | None:
         value = self._value(name)
         if value is None:
@@ -210,7 +255,7 @@ class Results:
         self.settings = json.loads(json.dumps(settings))  # as it comes back from the file
         path = self.folder / SETTINGS
         if path.exists() and read(self.folder / RECORDS):
-            _require_same(json.loads(path.read_text()), self.settings, path)
+            _require_same(json.loads(path.read_text()), self.settings, str(path))
         elif not path.exists() and (self.folder / RECORDS).exists():
             raise ValueError(f"{self.folder} has {RECORDS} but no {SETTINGS}: choose another folder for new results")
         else:  # nothing is recorded yet: a first attempt that failed has no say
@@ -228,12 +273,12 @@ class Results:
     def find(self, key: tuple[Any, ...], config: Any) -> Record | None:
         """The record of a run that is done already, made with the same options.
 
-        An option that the record does not have did not exist then: it counts as having its default.
+        What the run did where an option did not exist yet is not known here: then the folder is refused.
         """
         record = self._done.get(key)
         if record is not None:
-            theirs, ours = asdict(type(config)()) | record.config, json.loads(json.dumps(asdict(config)))
-            _require_same({"config": theirs}, {"config": ours}, self.folder / RECORDS)
+            where = f"{self.folder / RECORDS} ({record.label}, seed {record.seed})"
+            _require_same({"config": record.config}, {"config": asdict(config)}, where)
         return record
 
     def add(self, record: Record) -> None:
@@ -328,6 +373,37 @@ def _drop_unfinished_line(file: IO[bytes]) -> bool:
     return True
 
 
-def _require_same(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    if shown := storage.differences(theirs, ours):
-        raise ValueError(f"{path} belongs to other settings: {shown}; choose another folder for these results")
+def _require_same(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str) -> None:
+    """Raises where settings differ, or where another version of this package recorded them."""
+    there, here = storage.flat(theirs), storage.flat(json.loads(json.dumps(ours)))
+    common = (there.keys() & here.keys() - {_VERSION}) | ((there.keys() ^ here.keys()) & _LEFT_OUT)
+    if shown := storage.differences({n: there.get(n) for n in common}, {n: here.get(n) for n in common}):
+        raise ValueError(f"{where} belongs to other settings: {shown}; choose another folder for these results")
+    if strange := sorted((there.keys() ^ here.keys()) - common):
+        known = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        why = f"only one of the two versions knows {known}"
+    elif there.get(_VERSION) != here.get(_VERSION):
+        why = f"{there[_VERSION]} there, {here[_VERSION]} here"
+    else:
+        return
+    raise ValueError(
+        f"{where} was recorded by another version of cafe-tta ({why}), whose numbers may differ from new ones; choose "
+        "another folder for new runs: `cafe-tta report` joins folders, where their runs can be compared"
+    )
+
+
+def packed(right: Hits) -> str:
+    """Right and wrong answers as bits in base64: 1.7 kB for 10,000 images.
+
+    >>> packed(np.array([True, False, False, True])), unpacked("kA==", 4).tolist()
+    ('kA==', [True, False, False, True])
+    """
+    return base64.b64encode(np.packbits(right).tobytes()).decode()
+
+
+def unpacked(text: str, count: int) -> Hits:
+    """What `packed` packed."""
+    content = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    if len(content) != -(-count // 8):
+        raise ValueError(f"expected {count} bits, but got {8 * len(content)}")
+    return np.unpackbits(content, count=count).astype(bool)

@@ -1,33 +1,30 @@
 """Many runs: every method, episode and seed of a plan, each recorded as it ends, none done twice."""
 
+import hashlib
 import os
-import platform
-import shlex
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from cafe_tta import corruptions, data
+from cafe_tta import corruptions, data, storage
 from cafe_tta._version import __version__
 from cafe_tta.adapter import Adapter
+from cafe_tta.bench import provenance
+from cafe_tta.bench.cost import Memory
 from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, evaluate
 from cafe_tta.bench.experiments import Plan, Row
 from cafe_tta.bench.protocols import Episode
-from cafe_tta.bench.records import RECORDS, Record, Results, read
+from cafe_tta.bench.records import RECORDS, Record, Results, packed, read
 from cafe_tta.bench.source_side import SourceSide
 from cafe_tta.distributed import Share
 from cafe_tta.methods import METHODS, knowing_pixels
 from cafe_tta.source import Reference
 
 BLOCKS, SMALLEST_BLOCK = 20, 50  # points of the curve along a stream, and the fewest images of a point
-PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "opencv-python-headless", "timm", "torchvision")
 SHARED_SETTINGS = ("experiment", "dataset", "data", "corruptions", "model", "limit", "copies")  # kept in every record
 
 
@@ -77,6 +74,7 @@ class Runner:
         self.images = data.load(plan.dataset.data) if images is None else images
         self.labels = source.labels_of(self.images)
         self.results = Results(folder, self.settings())
+        self._code = provenance.code()
         self._adapters: dict[str, Adapter] = {}
         self._made_reference: Reference | None = None
 
@@ -141,11 +139,12 @@ class Runner:
                 if reference := self._reference():
                     before = distance_before(self.source.classifier, stream, reference)
             adapter = self._adapter(planned.row)
-            reset_peak_memory()
+            stream.make()
+            memory = Memory()
             outcome = evaluate(adapter, stream, self.plan.mode, self._reference(), advance)
-            peak = max(self.share.all(peak_memory()))
+            peaks, added = self.share.all(memory.peak), self.share.all(memory.added)
             if self.share.rank == 0:
-                self.results.add(self.record(planned, outcome, before, peak))
+                self.results.add(self.record(planned, outcome, before, _largest(peaks), _largest(added)))
 
     def _agreed(self) -> list[Planned]:
         """The missing runs, as rank 0 sees them: all ranks do the same runs in the same order."""
@@ -177,6 +176,8 @@ class Runner:
             "source": {
                 "data": dataset.source_data,
                 "images": len(self.source.indices),
+                "digest": self.source.images.digest(),
+                "chosen": hashlib.sha256(np.asarray(self.source.indices, "<i8").tobytes()).hexdigest()[:16],
                 "num_groups": self.source.options.num_groups or dataset.num_groups,
                 "max_group_size": self.source.options.max_group_size or None,
                 "group_seed": self.source.group_seed,
@@ -186,7 +187,9 @@ class Runner:
             "versions": {"cafe_tta": __version__, "torch": torch.__version__},
         }
 
-    def record(self, planned: Planned, outcome: Outcome, before: Distance, peak: float) -> Record:
+    def record(
+        self, planned: Planned, outcome: Outcome, before: Distance, peak: float | None, added: float | None
+    ) -> Record:
         """A run with everything that decided it and everything that came of it."""
         blocks = outcome.online_hits.tensor_split(max(1, min(BLOCKS, outcome.images // SMALLEST_BLOCK)))
         processes = {} if self.share.ranks == 1 else {"processes": self.share.ranks}
@@ -210,11 +213,17 @@ class Runner:
             alignment_after=outcome.distance.alignment,
             seconds=outcome.seconds,
             peak_memory_mb=peak,
+            run_memory_mb=added,
+            forward_images=outcome.forward,
+            backward_images=outcome.backward,
+            calibration_error=outcome.calibration_error,
+            hits=packed(outcome.hits.numpy()),
             steps=outcome.steps,
             refused=outcome.refused,
-            versions={"cafe_tta": __version__, "python": platform.python_version(), **_versions()},
-            machine={"processor": _processor(), "threads": torch.get_num_threads(), **processes},
-            command=_command(),
+            versions=provenance.versions(),
+            machine=provenance.machine() | processes,
+            code=self._code,
+            command=provenance.command(),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
@@ -224,7 +233,9 @@ class Runner:
             stats = self.source.grouped(row)
             facts |= {key: stats.meta[key] for key in ("num_groups", "max_group_size", "seed", "dead_dims")}
             facts["group_sizes"] = sorted((len(dims) for dims in stats.groups), reverse=True)
-        return dict(facts)
+            sizes = torch.tensor([len(dims) for dims in stats.groups])
+            facts["groups_digest"] = storage.tensor_digest(torch.cat([sizes, *stats.groups]))
+        return dict(facts) | self.source.facts(row, distances=self.plan.frechet)
 
     def _adapter(self, row: Row) -> Adapter:
         if row.label not in self._adapters:
@@ -241,47 +252,7 @@ class Runner:
         return self._made_reference
 
 
-def reset_peak_memory() -> None:
-    """Begins to measure anew, where the system can."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the whole process so far
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> float:
-    """Most memory used since `reset_peak_memory`, in MB; 0 where the system does not say."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated() / 2**20
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-    if sys.platform == "win32":
-        return 0.0
-    import resource  # which Windows lacks
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 1024
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _command() -> str:
-    """The command line of this process."""
-    program = Path(sys.argv[0]).name
-    return shlex.join(["cafe-tta" if program == "__main__.py" else program, *sys.argv[1:]])
+def _largest(values: list[float | None]) -> float | None:
+    """Of all ranks; None where one of them does not know."""
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None

@@ -1,6 +1,8 @@
 """The source side of an experiment: the model, and what the methods need from its training data. Computed once."""
 
 import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cafe_tta import data, models
+from cafe_tta import data, models, storage
 from cafe_tta.bench.experiments import Dataset, Row
 from cafe_tta.classifier import SplitClassifier, split_classifier
 from cafe_tta.models.options import WEIGHTS_HELP
@@ -93,6 +95,7 @@ class SourceSide:
         self.group_seed = 0
         self._groups: dict[int | None, SourceStats] = {}
         self._values: dict[str, SourceValue] = {}
+        self._digests: dict[tuple[str, int | None], str] = {}
 
     @cached_property
     def images(self) -> data.ImageSet:
@@ -160,13 +163,18 @@ class SourceSide:
     def value(self, kind: str) -> SourceValue:
         """A source value of any kind: given, made before, or made now by its `fit`."""
         value = self.given.get(kind) or self._values.get(kind)
-        path = self.folder / f"{kind}.safetensors"
+        options = self._fit_options(kind)
+        path = self.folder / f"{'-'.join(map(str, (kind, *options.values())))}.safetensors"
         if value is None:
             value = self._kept(source_kind(kind), path)
             if getattr(value, "count", len(self.indices)) != len(self.indices):
                 value = None  # of other source images
         if value is None:
-            options = self._fit_options(kind)
+            if kind == Posterior.kind and not options:
+                raise ValueError(
+                    "expected a SWAG posterior of the model's weights, but got none: give one as `source`, or collect "
+                    "one with `swag_epochs`, or leave out the methods that need it"
+                )
             self.say(f"computing {kind} of {len(self.indices)} source images")
             fit: Any = source_kind(kind).fit  # which may take options of its own
             value = fit(self.classifier, _Repeatable(lambda: self._labelled_batches(BATCH)), **options)
@@ -189,14 +197,42 @@ class SourceSide:
             return None
         return value if value.images.preprocessing in (None, self.preprocessing) else None
 
+    def facts(self, row: Row, distances: bool = False) -> dict[str, Any]:
+        """For records: a hash of every source value that a row's runs use, and how a posterior was collected.
+
+        With `distances`, the runs also measure how far they are from the source statistics.
+        """
+        kinds = [row.needs] if row.needs not in (None, SourceData.kind) else []
+        kinds += [SourceStats.kind] if distances and row.needs != SourceStats.kind else []
+        values = {kind: self._digest(kind, row) for kind in kinds if kind}
+        if (styles := self.styles(row)) is not None:
+            values["styles"] = storage.checksum({"mean": styles.mean, "cov": styles.cov})
+        facts: dict[str, Any] = {"values": values}
+        if row.needs == Posterior.kind:
+            facts["swag"] = {"given": True} if Posterior.kind in self.given else self._swag_options()
+        return facts
+
+    def _digest(self, kind: str, row: Row) -> str:
+        key = kind, row.num_groups
+        if key not in self._digests:
+            value = self.grouped(row) if kind == SourceStats.kind else self.value(kind)
+            if type(value).content is SourceValue.content:  # it writes its files in a way of its own
+                with tempfile.TemporaryDirectory() as folder:
+                    value.save(path := Path(folder) / kind)
+                    self._digests[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+            else:
+                tensors, meta = value.content()
+                self._digests[key] = storage.checksum(tensors, kind, text=json.dumps(meta, sort_keys=True))
+        return self._digests[key]
+
+    def _swag_options(self) -> dict[str, Any]:
+        if not self.options.swag_epochs and self.dataset.model == "digits":
+            return {"epochs": DIGITS_TRAINING.swag_epochs, "lr": DIGITS_TRAINING.swag_lr}
+        return self._fit_options(Posterior.kind)
+
     def _fit_options(self, kind: str) -> dict[str, Any]:
-        if kind != Posterior.kind:
+        if kind != Posterior.kind or not self.options.swag_epochs:
             return {}
-        if not self.options.swag_epochs:
-            raise ValueError(
-                "expected a SWAG posterior of the model's weights, but got none: give one as `source`, or collect one "
-                "with `swag_epochs`, or leave out the methods that need it"
-            )
         return {"epochs": self.options.swag_epochs, "lr": self.options.swag_lr, "momentum": 0.9}
 
     def labels_of(self, images: data.ImageSet) -> data.Labels | None:
