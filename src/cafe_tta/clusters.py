@@ -19,6 +19,7 @@ from torch import Tensor
 from cafe_tta.styles import StyleStats
 
 THRESHOLD = 1.9  # of t
+MANY, FINER = 6, 0.8  # clusters, at least, that make a stream one of many kinds: then 0.8 of the threshold is enough
 CELLS = 16  # at most
 BUFFER = 2048  # styles that the cells are made of
 COMPONENTS = 12  # principal components of the styles in the buffer
@@ -118,9 +119,16 @@ class StyleClusters:
         memory["used"][...], memory["mean"][...], memory["basis"][...] = used, mean, basis
         memory["centres"][:used] = mean + centres @ basis.T
         memory["images"][:used] = np.bincount(labels, minlength=used)
-        memory["cluster"][:used] = _joined(points, labels, used, self.threshold, self.spread**0.5)
+        memory["cluster"][:used] = self._join(points, labels, used)
         self._describe_clusters(memory, styles, memory["cluster"][labels])
         return splits
+
+    def _join(self, points: Any, labels: Any, used: int) -> Any:
+        """The cluster of every cell. Where there are many kinds, they come at all strengths, and overlap."""
+        clusters = _joined(points, labels, used, self.threshold, self.spread**0.5)
+        if len(np.unique(clusters)) < MANY:
+            return clusters
+        return _joined(points, labels, used, FINER * self.threshold, self.spread**0.5)
 
     def _describe_clusters(self, memory: dict[str, Any], styles: Any, clusters: Any) -> None:
         for cluster in np.unique(clusters):

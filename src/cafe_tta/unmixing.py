@@ -25,6 +25,7 @@ from cafe_tta.distributed import ALONE, Ranks
 from cafe_tta.styles import StyleStats, describe
 
 PRIOR = 32.0  # images of the source in the statistics of every cluster
+MATURE, EVERY = 256, 4  # images of larger clusters are measured in every fourth pass only, and count for the others
 THINNED = 16  # pixels a side: larger maps have their moments taken over every second pixel in each direction
 FUSED = 64  # pixels: for larger maps, BatchNorm's own kernel is twice as fast as a multiplication with broadcasting
 
@@ -46,7 +47,8 @@ class Unmixer:
         self.enabled = True  # off: the source's statistics, as without unmixing
         self.members = torch.zeros(0, dtype=torch.long)  # cells of the images of the pass at hand; -1: of none
         self.shifted = 1.0  # share of the images of the pass whose style is not the source's
-        self._updating = False
+        self._measures = False  # whether any image of the pass is measured, and
+        self._counts = torch.zeros(0)  # how often each of them counts in its cell; 0: it is not measured
         self._offsets = np.cumsum([0, *(layer.num_features for layer in layers)]).tolist()
         for number, layer in enumerate(layers):
             _Hooks(self, layer, slice(self._offsets[number], self._offsets[number + 1]))
@@ -55,20 +57,22 @@ class Unmixer:
     def reset(self) -> None:
         """Forgets every cluster."""
         self.clusters = StyleClusters(self.styles, self.threshold)
-        self._weights = torch.zeros(CELLS, dtype=torch.float64)  # n: images that the sums of a cell stand for
-        self._sums = torch.zeros(2, CELLS, self._offsets[-1], dtype=torch.float64)  # Σμ and Σq
+        self._memory = {
+            "weights": torch.zeros(CELLS, dtype=torch.float64),  # n: images that the sums of a cell stand for
+            "sums": torch.zeros(2, CELLS, self._offsets[-1], dtype=torch.float64),  # Σμ and Σq
+            "passes": torch.tensor(0),  # of the whole stream
+        }
         self._pool()
 
     @property
     def memory(self) -> dict[str, Tensor]:
         """All that is remembered of the stream."""
-        return {**self.clusters.memory, "weights": self._weights, "sums": self._sums}
+        return {**self.clusters.memory, **self._memory}
 
     @memory.setter
     def memory(self, tensors: Mapping[str, Tensor]) -> None:
-        own = dict(tensors)
-        self._weights, self._sums = own.pop("weights"), own.pop("sums")
-        self.clusters.memory = own
+        self._memory = {name: tensors[name] for name in self._memory}
+        self.clusters.memory = {name: tensor for name, tensor in tensors.items() if name not in self._memory}
         self._pool()
 
     @property
@@ -86,53 +90,64 @@ class Unmixer:
         if not self.enabled:
             return
         styles = self.styles.embed(describe(images))
-        self._updating = update
         if update:
             cells, splits = self.clusters.follow(self.ranks.gather(self.ranks.own_part(styles)))
-            self._follow(cells, splits)
+            counts = self._follow(cells, splits)
+            self._measures = bool(counts.any())
             shift = torch.cat([self.clusters.memory["shift"], torch.ones(1, dtype=torch.float64)])  # -1: strangers
             self.shifted = shift[cells].mean().item()
-            cells = self.ranks.own_rows(cells)
-            self.members = torch.cat([cells, cells.new_full((len(images) - len(cells),), -1)])  # -1: placeholders
+            cells, counts = self.ranks.own_rows(cells), self.ranks.own_rows(counts)
+            placeholders = (0, len(images) - len(cells))
+            self.members = nn.functional.pad(cells, placeholders, value=-1)
+            self._counts = nn.functional.pad(counts, placeholders)
         else:
             self.members = self.clusters.nearest(styles)
+            self._measures = False
 
-    def _follow(self, cells: Tensor, splits: list[tuple[int, int]]) -> None:
-        """Divides the sums of cells that were split, counts the images, and lets older ones fade."""
-        weights, sums = self._weights.clone(), self._sums.clone()  # the old ones are the backup
+    def _follow(self, cells: Tensor, splits: list[tuple[int, int]]) -> Tensor:
+        """Divides the sums of cells that were split, lets older images fade, and says how often each new one counts.
+
+        The statistics of many images hardly change: of a large cluster, few are measured.
+        """
+        weights, sums = self._memory["weights"].clone(), self._memory["sums"].clone()  # the old ones are the backup
         for cell, half in splits:
             weights[cell] = weights[half] = weights[cell] / 2
             sums[:, cell] /= 2
             sums[:, half] = sums[:, cell]
-        images = torch.bincount(cells[cells >= 0], minlength=CELLS).double()
         fade = math.exp(-len(cells) / self.window)
-        self._weights, self._sums = weights * fade + images, sums * fade
+        mature = (self.clusters.joined @ weights)[cells] >= MATURE
+        measured_now = self._memory["passes"] % EVERY == 0
+        counts = torch.where(mature, EVERY * measured_now, 1).double().where(cells >= 0, 0.0)
+        weights = (weights * fade).index_add(0, cells.clamp(min=0), counts)
+        self._memory = {"weights": weights, "sums": sums.mul_(fade), "passes": self._memory["passes"] + 1}
         self._pool()
+        return counts
 
     def _pool(self) -> None:
         """What a pass needs to know of the clusters; the last row stands for the source, and for strangers."""
         self._joined = self.clusters.joined
         shift = self.clusters.memory["shift"]
-        counts = self._joined @ self._weights + self.prior
+        counts = self._joined @ self._memory["weights"] + self.prior
         self._share = torch.cat([shift / counts, shift.new_zeros(1)])[:, None]  # of the sums
         self._source_share = torch.cat([1 - shift + shift * self.prior / counts, shift.new_ones(1)])[:, None]
 
     def scale_and_shift(
         self, activations: Tensor, channels: slice, source: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """1 / √(var + ε) and -mean / √(var + ε) of each image's cluster, of which this pass is a part. (B, C) each"""
+        """1 / √(var + ε) and -mean / √(var + ε) for the images of every cell, and for strangers. (K + 1, C) each"""
         device, dtype = activations.device, activations.dtype
-        sums = self._sums[:, :, channels].to(device)  # (2, K, C)
-        members = self.members.to(device)
-        if self._updating:
-            one_hot = (members == torch.arange(CELLS, device=device)[:, None]).to(dtype)  # (K, B)
-            new = self.ranks.reduce((one_hot @ _moments(activations)).double())
+        sums = self._memory["sums"][:, :, channels].to(device)  # (2, K, C)
+        if self._measures:
+            measured = self._counts.nonzero().squeeze(1)
+            one_hot = nn.functional.one_hot(self.members[measured], CELLS).T * self._counts[measured]  # (K, measured)
+            own = activations if len(measured) == len(activations) else activations[measured.to(device)]
+            new = self.ranks.reduce((one_hot.to(device, dtype) @ _moments(own)).double())
             sums = sums + new.view(CELLS, 2, -1).transpose(0, 1)
-            self._sums[:, :, channels] = sums.detach().cpu()
+            self._memory["sums"][:, :, channels] = sums.detach().cpu()
         pooled = nn.functional.pad(self._joined.to(device) @ sums, (0, 0, 0, 1))  # (2, K + 1, C)
-        mean, square = self._share.to(device) * pooled + self._source_share.to(device) * source[:, None]
+        mean, square = torch.addcmul(self._source_share.to(device) * source[:, None], self._share.to(device), pooled)
         scale = ((square - mean.square()).clamp(min=0) + eps).rsqrt()
-        return scale.to(dtype)[members], (-mean * scale).to(dtype)[members]
+        return scale.to(dtype), (-mean * scale).to(dtype)
 
     @property
     def sizes(self) -> list[int]:
@@ -150,7 +165,7 @@ class Unmixer:
             mean, var = layer.running_mean.double().cpu(), layer.running_var.double().cpu()
             channels = slice(self._offsets[number], self._offsets[number + 1])
             source = torch.stack([mean, var + mean.square()])
-            sums = self._joined[largest] @ self._sums[:, :, channels]  # (2, C)
+            sums = self._joined[largest] @ self._memory["sums"][:, :, channels]  # (2, C)
             mean, square = self._share[largest] * sums + self._source_share[largest] * source
             layer.running_mean.copy_(mean)
             layer.running_var.copy_((square - mean.square()).clamp(min=0))
@@ -205,14 +220,18 @@ class _Hooks:
         scale, shift = self._statistics(activations)
         if self.layer.affine:
             scale, shift = scale * self.layer.weight, shift * self.layer.weight + self.layer.bias
-        return _affine(activations, scale, shift)
+        return self._affine(activations, scale, shift)
 
     def _statistics(self, activations: Tensor) -> tuple[Tensor, Tensor]:
         source = self.source.to(activations.device)
         return self.unmixer.scale_and_shift(activations, self.channels, source, self.layer.eps)
 
     def _normalised(self, activations: Tensor) -> Tensor | None:
-        return _affine(activations, *self._statistics(activations)) if self.unmixer.enabled else None
+        return self._affine(activations, *self._statistics(activations)) if self.unmixer.enabled else None
+
+    def _affine(self, activations: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        members = self.unmixer.members.to(activations.device)
+        return _affine(activations, scale[members], shift[members])
 
 
 def _affine(activations: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
