@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cafe_tta as cafe
-from cafe_tta import clusters, styles
+from cafe_tta import clusters, styles, unmixing
 from cafe_tta.clusters import StyleClusters
 from cafe_tta.styles import StyleStats
 from cafe_tta.unmixing import PRIOR
@@ -180,6 +180,21 @@ def test_clusters_are_born_and_forgotten_as_the_stream_changes():
     assert len(found.sizes) == 1
 
 
+def test_a_stream_of_many_kinds_is_cut_finer():
+    """Two clouds at t = 1.7 are one among few others, and two among many."""
+
+    def found(others):
+        random = np.random.default_rng(0)
+        centres = 12.0 * np.eye(8)[: others + 1]
+        near = centres[0] + 3.4 * np.eye(8)[7]
+        points = np.concatenate([centre + random.normal(size=(200, 8)) for centre in [*centres, near]])
+        clusters = StyleClusters(plain())
+        labels = np.repeat(np.arange(others + 2), 200)
+        return len(np.unique(clusters._join(points, labels, others + 2)))
+
+    assert [found(others) for others in (1, 4, 5, 6)] == [2, 5, 7, 8]
+
+
 def test_a_stranger_belongs_to_no_cluster():
     found = StyleClusters(plain())
     found.follow(clouds([200])[0])
@@ -221,27 +236,37 @@ def test_images_like_the_sources_are_answered_as_by_the_source(classifier, sourc
 # Statistics
 
 
-def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source):
-    """Three batches; each image is normalised with all images of its cluster so far and the source's as a prior."""
+@pytest.mark.parametrize(("batches", "mature"), [(3, 256), (6, 50)])
+def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, monkeypatch, batches, mature):
+    """Each image is normalised with all images of its cluster so far that were measured and the source's as a prior."""
+    monkeypatch.setattr(unmixing, "MATURE", mature)
     window = 100
     adapter = cafe.create("unmix", classifier, source, window=window)
-    seen: list[tuple[int, int, torch.Tensor]] = []
+    seen: list[tuple[int, int, int, torch.Tensor]] = []  # batch, how often it counts, cell, activations
+    left_out = 0
     conv, norm = classifier.backbone.model[0], classifier.backbone.model[1]
     second = norm.running_var.double() + norm.running_mean.double() ** 2
     strangers = 0
-    for batch in range(3):
+    for batch in range(batches):
         images = torch.cat([dark(30, batch), noisy(34, batch)])
         logits = adapter(images)
         memory, members = adapter.normaliser.unmixer.clusters.memory, adapter.normaliser.unmixer.members.tolist()
         maps = conv(images).detach().double()
-        seen += [(batch, cell, image[:, ::2, ::2]) for cell, image in zip(members, maps, strict=True)]  # 22 × 22 pixels
+        known = torch.zeros(len(memory["cluster"]))  # images of each cluster after the batch before
+        for when, count, cell, _ in seen:
+            known[memory["cluster"][cell]] += count * np.exp(-(batch - 1 - when) * 64 / window)
+        for cell, image in zip(members, maps, strict=True):
+            large = cell >= 0 and known[memory["cluster"][cell]] >= mature
+            count = (4 if batch % 4 == 0 else 0) if large else int(cell >= 0)
+            left_out += large and not count
+            seen.append((batch, count, cell, image[:, ::2, ::2]))  # 22 × 22 pixels
         for row, member in enumerate(members):
             mean, square = norm.running_mean.double(), second
             if member >= 0:
                 weights, means, squares = PRIOR, PRIOR * mean, PRIOR * square
-                for when, cell, image in seen:
+                for when, count, cell, image in seen:
                     if cell >= 0 and memory["cluster"][cell] == memory["cluster"][member]:
-                        weight = np.exp(-(batch - when) * 64 / window)
+                        weight = count * np.exp(-(batch - when) * 64 / window)
                         weights = weights + weight
                         means = means + weight * image.mean((1, 2))
                         squares = squares + weight * (image**2).mean((1, 2))
@@ -254,7 +279,8 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source):
                 normalised.relu().mean((1, 2)) @ classifier.head.weight.double().T + classifier.head.bias.double()
             )
             torch.testing.assert_close(logits[row].double(), expected, rtol=1e-3, atol=1e-4)
-    assert adapter.report.notes["clusters"] == 2 and strangers < 20 and (memory["shift"] == 1).all()
+    assert adapter.report.notes["clusters"] == 2 and strangers < 40 and (memory["shift"] == 1).all()
+    assert (left_out > 0) == (mature < 256)
 
 
 def test_a_single_image_is_answered_as_in_a_batch(classifier, source):
