@@ -17,7 +17,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(?<!!)\[([^]\[]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")  # no picture, no address with a scheme
+LINK = re.compile(r"\[([^]\[]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")  # of a picture too; no address with a scheme
+PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".service": "ini"}
 
 
@@ -54,7 +55,7 @@ def linked_files(origin: str, text: str) -> Iterator[str]:
     """The files outside docs/ that a text links to; `origin` is where it stands in the repository."""
     for match in LINK.finditer(text):
         target = resolved(origin, match[2])
-        if not target.startswith(("docs/", "..")) and (ROOT / target).is_file():
+        if not target.startswith(("docs/", "..")) and not target.endswith(PICTURES) and (ROOT / target).is_file():
             yield target
 
 
