@@ -32,7 +32,7 @@ def documented(path: str) -> str:
     target = pydoc.locate(path)
     if target is None:
         raise ValueError(f"expected the name of an object, but nothing is called {path}")
-    parts = [f"### {path.rpartition('.')[2]} {{ #{path} }}"]
+    parts = [f"### {path.removeprefix('cafe_tta.')} {{ #{path} }}"]
     if callable(target):
         parts += [signature(path, target), prose(target)]
     if inspect.isclass(target):
@@ -47,11 +47,18 @@ def signature(path: str, target: Any) -> str:
         return f"```python\n{keyword}{path}\n```"
     shown = inspect.signature(target)
     parameters = [re.sub(r"<[\w.]+ object at \w+>|<factory>", "…", str(p)) for p in shown.parameters.values()]
-    parameters = [re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text) for text in parameters if text != "self"]
-    line = f"{keyword}{path}({', '.join(parameters)})"
+    parameters = [without_modules(text) for text in parameters if text != "self"]
+    returned = "" if inspect.isclass(target) or shown.return_annotation is shown.empty else shown.return_annotation
+    result = f" -> {without_modules(inspect.formatannotation(returned))}" if returned != "" else ""
+    line = f"{keyword}{path}({', '.join(parameters)}){result}"
     if len(line) > WIDTH:
-        line = f"{keyword}{path}(\n    " + ",\n    ".join(parameters) + ",\n)"
+        line = f"{keyword}{path}(\n    " + ",\n    ".join(parameters) + f",\n){result}"
     return f"```python\n{line}\n```"
+
+
+def without_modules(text: str) -> str:
+    """An annotation by its last name: `torch.Tensor` is `Tensor`."""
+    return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)
 
 
 def prose(target: Any) -> str:
@@ -88,7 +95,7 @@ def members(path: str, target: type) -> Iterator[str]:
     """The public methods and properties that the class itself defines and documents."""
     for name, member in vars(target).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
-        if name.startswith("_") or not inspect.isfunction(function) or not inspect.getdoc(function):
+        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
         is_property = isinstance(member, property)
         shown = f"```python\n{name}\n```" if is_property else signature(name, getattr(target, name))
