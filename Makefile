@@ -60,7 +60,7 @@ bench: $(READY)
 
 # The tests build it too, in a folder of their own, and check every link.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 	@echo "written: site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 format: $(READY)

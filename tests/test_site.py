@@ -1,6 +1,7 @@
 """The docs site: it builds without a warning, loads nothing from elsewhere, and says only what is true of the code."""
 
 import ast
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +46,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return folder
@@ -88,7 +90,8 @@ def test_the_site_loads_nothing_from_elsewhere(site, pages):
 def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^::: cafe_tta\.(\S+)$", _api_pages(), re.MULTILINE))
     public = {name for name, value in vars(cafe).items() if inspect.isclass(value) or inspect.isfunction(value)}
-    assert not public - documented
+    missing = sorted(public - documented)
+    assert not missing, f"write `::: cafe_tta.NAME` on a page of docs/api/ for: {', '.join(missing)}"
 
 
 def test_every_command_is_in_the_reference():
@@ -105,6 +108,50 @@ def test_a_message_of_the_troubleshooting_page_is_one_of_the_code(message):
 
 def test_the_troubleshooting_page_quotes_many_messages():
     assert len(MESSAGES) > 30
+
+
+@pytest.fixture(scope="module")
+def repository_files():
+    return _hook("repository_files")
+
+
+@pytest.mark.parametrize(
+    ("link", "page"),
+    [
+        ("[styles](../src/cafe_tta/styles.py#top)", "[styles](repository/src/cafe_tta/styles.py.md#top)"),
+        ("[rules](../CONTRIBUTING.md)", "[rules](repository/CONTRIBUTING.md)"),
+        ("[drift](drift.md#drift)", "[drift](drift.md#drift)"),
+        ("[records](results/)", "records"),
+        ("[gone](../src/gone.py)", "[gone](../src/gone.py)"),  # mkdocs then refuses it
+        ("[paper](https://arxiv.org/abs/2204.13263)", "[paper](https://arxiv.org/abs/2204.13263)"),
+    ],
+)
+def test_links_to_files_of_the_repository_lead_to_their_pages(repository_files, link, page):
+    here = SimpleNamespace(file=SimpleNamespace(src_uri="unmix.md"))
+    assert repository_files.on_page_markdown(link, here, None, None) == page
+
+
+def test_a_notebook_becomes_text_code_and_outputs(repository_files):
+    shown = repository_files.content_of("examples/digits.ipynb")
+    assert shown.startswith("# CAFe and unmixing") and "````python\nadapters[" in shown
+    assert "(data:image/png;base64," in shown and "<caption>SourceStats</caption>" in shown
+
+
+def test_the_reference_shows_signature_docstring_options_and_methods():
+    reference = _hook("reference")
+    shown = reference.documented("cafe_tta.CAFeConfig")
+    assert "| `eigenvalue_floor` | ε: smaller source eigenvalues" in shown and "options of `StepConfig`" in shown
+    assert "```python\ncafe_tta.drift(" in reference.documented("cafe_tta.drift")
+    assert "#### reset { #cafe_tta.Adapter.reset }" in reference.documented("cafe_tta.Adapter")
+    with pytest.raises(ValueError, match="expected the name of an object, but nothing is called cafe_tta.Gone"):
+        reference.documented("cafe_tta.Gone")
+
+
+def _hook(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"hooks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _api_pages() -> str:
