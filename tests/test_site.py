@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 import cafe_tta as cafe
 from cafe_tta.cli import app
@@ -20,6 +21,9 @@ from cafe_tta.cli import app
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESOURCES = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}
+PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if "cafe-tta " in page.read_text()]
+COMMAND = re.compile(r"^(?:OMP_NUM_THREADS=1 )?(?:cafe-tta|torchrun .*-m cafe_tta) (\w+) ?(.*)$", re.MULTILINE)
+CODE = re.compile(r"^```sh\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 MESSAGES = re.findall(r"^ *> (.+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
 
 
@@ -97,6 +101,16 @@ def test_every_public_name_is_in_the_reference():
 def test_every_command_is_in_the_reference():
     documented = set(re.findall(r"^::: cafe-tta (\S+)$", (DOCS / "commands.md").read_text(), re.MULTILINE))
     assert documented == {command.name or command.callback.__name__ for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_exist_with_their_flags(page):
+    commands = typer.main.get_command(app).commands
+    code = "\n".join(inspect.cleandoc(fenced or indented) for fenced, indented in CODE.findall(page.read_text()))
+    for name, rest in COMMAND.findall(re.sub(r"\\\n *", "", code)):  # a backslash continues a line
+        used = {word.split("=")[0] for word in rest.split("#")[0].split() if re.match(r"--\w", word)}
+        known = {flag for option in commands[name].params for flag in (*option.opts, *option.secondary_opts)}
+        assert used <= known, f"cafe-tta {name} has no {', '.join(used - known)}"
 
 
 @pytest.mark.parametrize("message", MESSAGES)
