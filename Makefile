@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check browser bench format clean
+.PHONY: help setup demo test check browser docs bench format clean
 
 help:
 	@echo "make demo    set up, adapt an embedded model to mixed corruptions, print a table, draw a figure"
 	@echo "make test    set up, run all checks and tests"
 	@echo "make setup   only set up the environment, in .venv"
 	@echo "make check   ruff, mypy, import-linter only"
+	@echo "make docs    build the docs as a site, in site/"
 	@echo "make bench   what everything costs, as ratios to the least it could cost: ten minutes on a quiet machine"
 	@echo "make format  format the code"
 	@echo "make clean   remove the environment and what was made"
@@ -57,9 +58,14 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --repeats 3
 	$(BIN)/python benchmarks/serve.py
 
+# The tests build it too, in a folder of their own, and check every link.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+	@echo "written: site/index.html; with search: $(BIN)/python -m http.server --directory site"
+
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -60,11 +60,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_an_own_model_with_its_checkpoint_on_every_command(folder):
     run("stats", *OWN, *PIXELS, "--data", "digits:train", "--limit", 256, "--output", "stats.safetensors")
-    adapt = ("adapt", *OWN, *PIXELS, "--data", "digits:test", "--source", "stats.safetensors", "--measure", 0)
+    adapt = ("adapt", *OWN, "--data", "digits:test", "--source", "stats.safetensors", "--measure", 0)
     run(*adapt, "--output", "out")
     summary = json.loads(Path("out/summary.json").read_text())
     assert (summary["model"], summary["images"]) == ("own_code:Net", 896)
-    checked = run("serve", *OWN, *PIXELS, "--source", "stats.safetensors", "--check").stdout
+    checked = run("serve", *OWN, "--source", "stats.safetensors", "--check").stdout
     assert "own_code:Net" in checked and "all is well" in checked
     bench = (
         "bench",

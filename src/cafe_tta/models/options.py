@@ -86,7 +86,10 @@ def load_classifier(
     device = choose_device(options.device)
     own = ("model", "image_size", "head", "device")
     passed_on = {name: value for name, value in vars(options).items() if name not in own}
-    size = options.image_size if preprocessing is None else preprocessing.size
+    size = options.image_size
+    if preprocessing is not None:
+        size = preprocessing.size
+        passed_on |= {"mean": preprocessing.mean, "std": preprocessing.std}  # a module of the user's may state none
     loaded = load(options.model, size=size, new_head=new_head, **passed_on)
     if not loaded.trained and not untrained:
         download = "" if str(options.model).startswith("cafe:") else ", or set `pretrained`"  # ours has none to offer

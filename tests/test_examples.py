@@ -1,0 +1,64 @@
+"""The examples run as they are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+
+from cafe_tta.data.digits import load_digits
+
+from .serve.http_server import Server, png, shared_files
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "digits.ipynb").read_text())
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def run(script: str, *arguments: object, cwd: Path) -> str:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_notebook_runs_and_its_claims_hold(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("agg")
+    names = {"__name__": "notebook"}
+    for cell in CODE:
+        exec(compile("".join(cell["source"]), "digits.ipynb", "exec"), names)
+    means = {name: sum(column) / len(column) for name, column in names["table"].items()}
+    assert means["cafe-plus"] > means["cafe"] + 5 > means["source"] + 10
+    assert "DigitsResNet True" in capsys.readouterr().out
+
+
+def test_the_notebook_is_committed_with_outputs_of_modest_size():
+    assert all(cell["outputs"] for cell in CODE[1:])
+    assert (EXAMPLES / "digits.ipynb").stat().st_size < 200_000
+
+
+def test_a_model_is_adapted_and_exported(tmp_path):
+    said = run("export_model.py", cwd=tmp_path)
+    before, after = (int(line.split()[2]) for line in said.splitlines() if line.startswith("right"))
+    assert after > before + 20 and "as DigitsResNet" in said
+    assert "conv" in " ".join(torch.load(tmp_path / "exported/adapted.pth", weights_only=True))
+
+
+def test_the_client_prints_a_line_for_each_file(tmp_path, tmp_path_factory):
+    files = shared_files(tmp_path_factory)
+    for number, pixels in enumerate(load_digits("test").images(range(3))):
+        (tmp_path / f"{number}.png").write_bytes(png(pixels))
+    with Server("--model", files.model, "--source", files.stats, "--name", "digits").until_ready() as server:
+        said = run("client.py", server.url, "0.png", "1.png", "2.png", "--batch", 2, "--camera", "gate-1", cwd=tmp_path)
+    lines = said.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == ["0.png", "1.png", "2.png"]
+    assert lines[3] == "last answer by version 0 of the model; 0 is the source model"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.iterdir() if path.name != "README.md"))
+def test_every_example_is_in_the_list(script):
+    assert f"({script})" in (EXAMPLES / "README.md").read_text() or script == "__pycache__"
