@@ -152,6 +152,21 @@ _EXPERIMENTS = (
     Experiment(
         "continual", "one corruption after the other, without reset", ("continual",), mode="online", frechet=False
     ),
+    Experiment("recurring", "the continual stream, over and over", ("recurring",), mode="online", frechet=False),
+    Experiment(
+        "correlated",
+        "images of a class come together: one corruption at a time, and mixed",
+        ("class-correlated", "mixed-correlated"),
+        mode="online",
+        frechet=False,
+    ),
+    Experiment("label-shift", "mixed, with frequent and rare classes", ("label-shift",), mode="online", frechet=False),
+    Experiment(
+        "mixed-75k", "mixed, online, 5,000 images of each corruption", ("mixed-75k",), mode="online", frechet=False
+    ),
+    Experiment(
+        "mixed-full", "mixed, online, all images with every corruption", ("mixed-full",), mode="online", frechet=False
+    ),
     Experiment("shift", "SVHN to MNIST (Appendix D.4)", ("shift",), corrupted=False),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _EXPERIMENTS}
