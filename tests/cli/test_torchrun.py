@@ -284,8 +284,10 @@ def assert_close_records(ours, theirs):
         for name in ("frechet_before", "frechet_after", "alignment_before", "alignment_after"):
             assert record[name] == pytest.approx(other[name], rel=1e-4)
         assert record["calibration_error"] == pytest.approx(other["calibration_error"], abs=0.01)
-        for name in ("episode", "steps", "refused", "config", "source", "model", "backward_images"):
+        for name in ("episode", "steps", "refused", "config", "source", "model"):
             assert record[name] == other[name]
+        for name in ("forward_images", "backward_images"):  # a rank without images has a stand-in
+            assert 0 <= record[name] - other[name] <= 6
 
 
 @needs_proc

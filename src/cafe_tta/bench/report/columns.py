@@ -213,6 +213,10 @@ _SAME: dict[str, Callable[[Record], Any]] = {
 }
 
 
+# Hashes that records of versions up to 0.2.0 lack.
+_SOURCE_HASHES = {"digest": "source images", "chosen": "choice of source images", "values": "source values"}
+
+
 def _check(column: Column) -> None:
     for words, value in _SAME.items():
         _check_equal(column, words, column.records, value)
@@ -226,15 +230,37 @@ def _check(column: Column) -> None:
     for records in dealt.values():
         words = "images and corruptions dealt (episode digest)"
         _check_equal(column, words, records, lambda record: record.episode.digest)
+        _check_equal(column, "corruptions of an episode", records, lambda record: record.episode.domains)
+        _check_once(column, records)
     for label, records in labelled.items():
         _check_equal(column, f"method under the label {label!r}", records, lambda record: record.method)
         for key in sorted({key for record in records for key in record.config}):
             _check_equal(column, f"option `{key}` of {label!r}", records, partial(_option, key))
         _check_equal(column, f"source statistics of {label!r}", records, _source)
+        for key, words in _SOURCE_HASHES.items():
+            known = [record for record in records if record.source.get(key) is not None]
+            _check_equal(column, f"{words} of {label!r}", known, partial(_source_fact, key))
 
 
 def _option(key: str, record: Record) -> Any:
     return record.config.get(key)
+
+
+def _source_fact(key: str, record: Record) -> Any:
+    return record.source.get(key)
+
+
+def _check_once(column: Column, records: Iterable[Record]) -> None:
+    """One run of a label, episode and seed: a second one would silently take the place of the first."""
+    seen: dict[str, Record] = {}
+    for record in records:
+        first = seen.setdefault(record.label, record)
+        if first is not record:
+            raise ValueError(
+                f"{column.name} ({column.mode}): {first.origin} and {record.origin} are both {record.label} with seed "
+                f"{record.seed} on {record.episode.name}, but differ in what they used of the source; report them "
+                "separately, or remove one of the two lines"
+            )
 
 
 def _source(record: Record) -> list[Any]:
