@@ -122,9 +122,7 @@ def test_one_label_means_one_source(tmp_path, key):
 
 def test_the_same_run_twice_with_different_sources_is_refused(tmp_path):
     runs = [record("tent", 0.5), record("tent", 0.6, source__groups_digest="other")]
-    with pytest.raises(
-        ValueError, match=r"line \d and .* line \d are both tent with seed 0 on mixed, but differ in"
-    ):
+    with pytest.raises(ValueError, match=r"line \d and .* line \d are both tent with seed 0 on mixed, but differ in"):
         report.make([save(tmp_path, runs)])
 
 

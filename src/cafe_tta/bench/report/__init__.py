@@ -9,6 +9,7 @@ from typing import Any
 from cafe_tta import storage
 from cafe_tta.bench.records import Record, collect
 from cafe_tta.bench.report import figures
+from cafe_tta.bench.report.beside import published_tables
 from cafe_tta.bench.report.columns import rows
 from cafe_tta.bench.report.figures import Drawing
 from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
@@ -47,6 +48,7 @@ def make(paths: str | Path | Sequence[str | Path], with_paper: bool = True) -> R
         *accuracy_tables(records, with_paper),
         sweep_table(records, with_paper),
         *(distance_table(records, kind) for kind in DISTANCES),
+        *(published_tables(records) if with_paper else ()),
         *cost_tables(records),
     ]
     return Report(files, tuple(records), tuple(filter(None, tables)), tuple(notes), with_paper)

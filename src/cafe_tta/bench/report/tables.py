@@ -105,7 +105,7 @@ class Table(Displayed):
 
 
 @dataclass
-class _Sheet:
+class Sheet:
     """A table that is filled column by column. Its lines have keys."""
 
     name: str
@@ -141,7 +141,7 @@ class _Sheet:
         return Table(self.name, title, stub, tuple(self.heads), lines, measurements=tuple(self.measurements), **texts)
 
 
-def _method_heads(lines: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+def method_heads(lines: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     return {row.label: (row.label, needs_text(row)) for row in lines}
 
 
@@ -181,7 +181,7 @@ def accuracy_tables(records: Sequence[Record], with_paper: bool) -> list[Table]:
 
 
 def _accuracy_table(name: str, title: str, made: list[Column], with_paper: bool) -> Table:
-    sheet, lines = _Sheet(name), rows_of(made)
+    sheet, lines = Sheet(name), rows_of(made)
     compared = [column for column in made if with_paper and any(printed(column, row) for row in lines)]
     for column in made:
         ours, incomplete = estimates(column, lines, accuracy)
@@ -201,7 +201,7 @@ def _accuracy_table(name: str, title: str, made: list[Column], with_paper: bool)
         sheet.remarks += gaps(column, lines, ours, incomplete) + warnings(column)
         sheet.remarks += unlike_the_paper(column) if column in compared else []
     about = tuple(map(describe_column, made))
-    return sheet.table(title, ("method", "needs"), _method_heads(lines), caption=_caption(made, lines), about=about)
+    return sheet.table(title, ("method", "needs"), method_heads(lines), caption=_caption(made, lines), about=about)
 
 
 def printed(column: Column, row: Row) -> Published:
@@ -209,10 +209,15 @@ def printed(column: Column, row: Row) -> Published:
 
     None for corruptions that the paper does not have.
     """
-    names = column.first.corruptions.get("names") or corruptions.NAMES
-    if row.label != row.method or set(names).isdisjoint(corruptions.NAMES):
+    if row.label != row.method or not has_usual_corruptions(column):
         return None
     return paper.published(column.dataset, column.protocol, column.mode, row.method)
+
+
+def has_usual_corruptions(column: Column) -> bool:
+    """Whether any of its corruptions are among the 15 that numbers are published for."""
+    names = column.first.corruptions.get("names") or corruptions.NAMES
+    return not set(names).isdisjoint(corruptions.NAMES)
 
 
 def _caption(made: Sequence[Column], lines: Sequence[Row]) -> str:
@@ -229,7 +234,7 @@ def _caption(made: Sequence[Column], lines: Sequence[Row]) -> str:
 
 def summary_table(column: Column) -> Table:
     """One column in short: accuracy, distance from the source, time."""
-    lines, sheet = rows(column.records), _Sheet("summary")
+    lines, sheet = rows(column.records), Sheet("summary")
     sheet.heads = [("accuracy %",), ("Fréchet distance",), ("ms / image",)]
     shares, _ = estimates(column, lines, accuracy)
     left, _ = estimates(column, lines, lambda record: record.frechet_after)
@@ -241,7 +246,7 @@ def summary_table(column: Column) -> Table:
         sheet.put(row.label, f"{cost(column.of(row.label)).milliseconds_per_image:.2f}")
     images, domains, seeds = column.images[-1], count(len(column.domains), "domain"), count(len(column.seeds), "seed")
     title = f"{column.name}, {column.mode}: {images:,} images, {domains}, {seeds}"
-    heads = _method_heads(lines)
+    heads = method_heads(lines)
     return sheet.table(title, ("method", "needs from the source"), heads, caption=_caption([column], lines))
 
 
@@ -287,7 +292,7 @@ def sweep_table(records: Sequence[Record], with_paper: bool) -> Table | None:
     made = sweeps(records)
     if not made:
         return None
-    sheet = _Sheet("groups")
+    sheet = Sheet("groups")
     keys = sorted({point.key for _, points in made for point in points}, key=lambda key: (key[1], key[0]))
     for column, points in made:
         by_key = {point.key: point for point in points}
@@ -349,7 +354,7 @@ def distance_table(records: Sequence[Record], kind: str) -> Table | None:
     made = distance_columns(records, kind)
     if not made:
         return None
-    sheet, lines = _Sheet(kind), rows_of(made)
+    sheet, lines = Sheet(kind), rows_of(made)
     for column in made:
         sheet.heads += [(column.dataset, column.protocol, moment) for moment in MOMENTS]
         values = {moment: estimates(column, lines, distance(kind, moment))[0] for moment in MOMENTS}
@@ -363,7 +368,7 @@ def distance_table(records: Sequence[Record], kind: str) -> Table | None:
         sheet.remarks += gaps(column, lines, values["after"], {})
     caption = f"{made[0].mode.capitalize()}. Mean ± standard deviation over seeds. Smallest after adapting in bold."
     about = tuple(map(describe_column, made))
-    return sheet.table(DISTANCES[kind], ("method", "needs"), _method_heads(lines), caption=caption, about=about)
+    return sheet.table(DISTANCES[kind], ("method", "needs"), method_heads(lines), caption=caption, about=about)
 
 
 # What the methods cost
@@ -423,7 +428,7 @@ def cost_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _cost_table(column: Column) -> Table:
-    sheet, lines = _Sheet(f"cost-{column.dataset}-{column.mode}"), rows(column.records)
+    sheet, lines = Sheet(f"cost-{column.dataset}-{column.mode}"), rows(column.records)
     sheet.heads = [(head,) for head, *_ in _COSTS]
     for row in lines:
         own = column.of(row.label)
@@ -437,7 +442,7 @@ def _cost_table(column: Column) -> Table:
     return sheet.table(
         f"Cost on {column.dataset}, {column.mode}: all protocols and seeds together",
         ("method", "needs"),
-        _method_heads(lines),
+        method_heads(lines),
         caption="Time of adapting and answering; making the corrupted images is not counted.",
         about=(f"measured on: {'; '.join(machines)}",),
         notes=("measured on several machines: times cannot be compared",) if len(machines) > 1 else (),
@@ -505,8 +510,12 @@ def warnings(column: Column) -> list[Remark]:
 def unlike_the_paper(column: Column) -> list[Remark]:
     """How a column differs from the paper's: a reader must know before comparing the two."""
     setting = paper.SETTINGS.get(column.dataset)
-    if setting is None:
-        return []
+    differences = unlike(column, setting) if setting else []
+    return [(column.name, f"unlike the paper's: {'; '.join(differences)}")] if differences else []
+
+
+def unlike(column: Column, setting: paper.Setting) -> list[str]:
+    """How a column differs from a published setting, as far as both are known."""
     differences = []
     model = column.first.model.get("architecture")
     if model != setting.model:
@@ -521,7 +530,7 @@ def unlike_the_paper(column: Column) -> list[Remark]:
             differences.append(f"{ours} instead of {expected} of severity {', '.join(map(str, setting.severities))}")
         if not column.first.corruptions.get("official_files"):
             differences.append("generated corruptions instead of the published files")
-    return [(column.name, f"unlike the paper's: {'; '.join(differences)}")] if differences else []
+    return differences
 
 
 def merged(remarks: Iterable[Remark]) -> tuple[str, ...]:
