@@ -23,12 +23,16 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Folder for the report.", show_default="RESULTS/report", dir_okay=True)
     ] = None,
-    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="Show the paper's numbers beside ours.")] = True,
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="Show published numbers beside ours.")] = True,
+    against: Annotated[
+        str | None,
+        typer.Option(help="A row: shows how far all others are from it, by image and by seed, with intervals."),
+    ] = None,
 ) -> None:
     """Make tables, figures and a page from the results of a benchmark."""
     from cafe_tta.bench import report as bench
 
-    made = bench.make(results, with_paper=paper)
+    made = bench.make(results, with_paper=paper, against=against)
     for note in made.notes:
         say(f"note: {note}")
     for shown in made.tables:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from cafe_tta import corruptions
 from cafe_tta.bench.experiments import DATASETS, MODES, Row
 from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import MAIN, Record
@@ -177,6 +178,34 @@ def estimates(
 def accuracy(record: Record) -> float:
     """In per cent."""
     return 100 * record.accuracy
+
+
+def by_corruption(records: Sequence[Record]) -> dict[str, Estimate]:
+    """Accuracy in per cent on each corruption: the mean over its severities, then over seeds."""
+    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for domain, share in record.by_domain.items():
+            values[corruption_of(domain)][record.seed].append(100 * share)
+    means = {
+        name: over_seeds({seed: statistics.fmean(v) for seed, v in seeds.items()}) for name, seeds in values.items()
+    }
+    return {name: value for name, value in means.items() if value}
+
+
+def corruption_of(domain: str) -> str:
+    """The corruption of a domain, without its severity.
+
+    >>> corruption_of("fog-5"), corruption_of("clean")
+    ('fog', 'clean')
+    """
+    name, _, severity = domain.rpartition("-")
+    return name if severity.isdigit() else domain
+
+
+def corruptions_of(column: Column) -> list[str]:
+    """The corruptions of a column, in the paper's order."""
+    names = {corruption_of(domain) for record in column.records for domain in record.by_domain}
+    return sorted(names, key=lambda name: rank(corruptions.NAMES, name))
 
 
 def ranks(values: Mapping[str, float], *, lowest: bool = False) -> dict[str, str]:
