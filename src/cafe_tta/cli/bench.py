@@ -78,6 +78,12 @@ class BenchOptions(Options):
     batch_size: int | None = option(
         None, "Images a batch, for all methods, instead of each method's own.", least=1, panel=_ROWS
     )
+    pace: str | None = option(
+        None,
+        "The stream does not wait, and a slow method misses batches: measured, or what a batch costs, in plain forward "
+        "passes: 3, or tent=3,cafe=4.",
+        panel=_ROWS,
+    )
     mode: str | None = option(None, "online or offline, instead of the experiment's mode.", panel=_ROWS)
     data: str | None = option(None, "Test images.", panel=_IMAGES)
     source_data: str | None = option(None, "Training images.", panel=_IMAGES)
@@ -114,6 +120,7 @@ class BenchOptions(Options):
             self.mode,
             self.frechet,
             self.protocols,
+            self.pace,
             seeds=tuple(range(self.seeds)),
             limit=self.limit,
             corruptions=self._corruptions(dataset),
@@ -125,7 +132,8 @@ class BenchOptions(Options):
     def folder(self, planned: Plan) -> Path:
         """Where the records go, unless the user says where: what is not the experiment's own is in the name."""
         batches = f"batches-of-{self.batch_size}" if self.batch_size else ""
-        parts = (planned.experiment, planned.dataset.name, *self.protocols, self.mode, batches)
+        pace = f"pace-{self.pace}" if self.pace else ""
+        parts = (planned.experiment, planned.dataset.name, *self.protocols, self.mode, batches, pace)
         name = "-".join(part for part in parts if part)
         return Path("results") / re.sub(r"[^\w.=-]+", "-", name).strip("-")
 

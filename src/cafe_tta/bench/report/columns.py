@@ -62,7 +62,7 @@ def columns(records: Iterable[Record], mode: str | None = None) -> list[Column]:
     dealt: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if mode in (None, record.mode):
-            dealt[record.mode, record.dataset, record.protocol].append(record)
+            dealt[record.mode, record.dataset, record.stream_name].append(record)
     made = []
     for key in sorted(dealt, key=lambda key: (rank(MODES, key[0]), rank(DATASETS, key[1]), rank(PROTOCOLS, key[2]))):
         column = Column(key[1], key[2], key[0], tuple(dealt[key]))
@@ -238,6 +238,7 @@ _SAME: dict[str, Callable[[Record], Any]] = {
     "corruption preset": lambda record: record.corruptions.get("preset"),
     "corruption seed": lambda record: record.corruptions.get("seed"),
     "frost textures (`frost_is_standard`)": lambda record: record.corruptions.get("frost_is_standard"),
+    "pace of the stream": lambda record: record.pace.get("setting"),
     "origin of the corrupted images (`official_files`)": lambda record: record.corruptions.get("official_files"),
 }
 
