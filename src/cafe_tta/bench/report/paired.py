@@ -19,7 +19,7 @@ from cafe_tta.bench.report.columns import (
     main_columns,
     rows,
 )
-from cafe_tta.bench.report.tables import Sheet, Table, count
+from cafe_tta.bench.report.tables import Sheet, Table, count, worst_corruption
 from cafe_tta.methods import METHODS
 from cafe_tta.options import did_you_mean
 
@@ -215,11 +215,11 @@ def _corruption_table(column: Column) -> Table:
     heads = {}
     for row in lines:
         own = found[row.label]
-        worst = min(own, key=lambda name: own[name].mean, default=None)
-        heads[row.label] = (row.label, worst or "")
-        sheet.put(row.label, own[worst].text() if worst else None)
+        worst = worst_corruption(column, row)
+        heads[row.label] = (row.label, worst[0] if worst else "")
+        sheet.put(row.label, worst[1].text() if worst else None)
         if worst:
-            sheet.measured(column, row, "worst_corruption_percent", own[worst])
+            sheet.measured(column, row, "worst_corruption_percent", worst[1])
         if unadapted is not None:
             changes = {n: own[n].mean - found[unadapted][n].mean for n in names if n in own and n in found[unadapted]}
             sheet.put(row.label, f"{min(0.0, *changes.values()):+.2f}" if changes else None)

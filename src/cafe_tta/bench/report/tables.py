@@ -19,6 +19,7 @@ from cafe_tta.bench.report.columns import (
     Incomplete,
     Value,
     accuracy,
+    by_corruption,
     columns,
     estimates,
     main_columns,
@@ -384,6 +385,10 @@ class Cost:
     steps: int
     refused: int
     peak_memory_mb: float | None
+    run_memory_mb: float | None
+    forward: float | None  # passes of an image through the network, as counted
+    backward: float | None
+    missed: float | None  # share of the images that came while the method was busy; None where the stream waited
 
     @property
     def milliseconds_per_image(self) -> float:
@@ -395,15 +400,29 @@ class Cost:
 
 
 def cost(records: Sequence[Record]) -> Cost:
-    peaks = [record.peak_memory_mb for record in records if record.peak_memory_mb is not None]
+    images = sum(record.episode.images for record in records)
     return Cost(
         runs=len(records),
-        images=sum(record.episode.images for record in records),
+        images=images,
         seconds=math.fsum(record.seconds for record in records),
         steps=sum(record.steps for record in records),
         refused=sum(record.refused for record in records),
-        peak_memory_mb=max(peaks, default=None),
+        peak_memory_mb=_largest(record.peak_memory_mb for record in records),
+        run_memory_mb=_largest(record.run_memory_mb for record in records),
+        forward=_each(images, [record.forward_images for record in records]),
+        backward=_each(images, [record.backward_images for record in records]),
+        missed=_each(images, [record.pace.get("missed") for record in records]),
     )
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _each(images: int, counts: Sequence[int | None]) -> float | None:
+    """A count for each image; None where a record does not have it."""
+    known = [count for count in counts if count is not None]
+    return sum(known) / images if known and len(known) == len(counts) else None
 
 
 # Heading, name in the CSV file, value, format.
@@ -417,6 +436,71 @@ _COSTS: tuple[tuple[str, str, Callable[[Cost], float | None], str], ...] = (
     ("updates", "steps", lambda cost: cost.steps, ",d"),
     ("refused", "refused", lambda cost: cost.refused, ",d"),
 )
+
+
+def metrics_tables(records: Sequence[Record]) -> list[Table]:
+    """For each main column: what else was measured beside accuracy. Records of versions up to 0.2.0 have nothing."""
+    made = main_columns(records)
+    return [_metrics_table(c) for c in made if any(record.calibration_error is not None for record in c.records)]
+
+
+# Heading, name in the CSV file, value, format.
+_METRICS: tuple[tuple[str, str, Callable[[Cost], float | None], str], ...] = (
+    ("forward", "forward_passes", lambda cost: cost.forward, ".2f"),
+    ("backward", "backward_passes", lambda cost: cost.backward, ".2f"),
+    ("ms / image", "ms_per_image", lambda cost: cost.milliseconds_per_image, ".2f"),
+    ("memory [MB]", "run_memory_mb", lambda cost: cost.run_memory_mb, ",.0f"),
+)
+_MISSED = ("missed [%]", "missed_percent", lambda cost: None if cost.missed is None else 100 * cost.missed, ".1f")
+
+
+def _metrics_table(column: Column) -> Table:
+    sheet, lines = Sheet(f"metrics-{column.dataset}-{column.protocol}-{column.mode}"), rows(column.records)
+    costs = (*_METRICS, *((_MISSED,) if any(record.pace for record in column.records) else ()))
+    sheet.heads = [
+        (head,) for head in ("accuracy [%]", "ECE [%]", "worst corruption [%]", *(cost[0] for cost in costs))
+    ]
+    measures = {"accuracy_percent": accuracy, "calibration_error_percent": calibration_error}
+    found = {measure: estimates(column, lines, value)[0] for measure, value in measures.items()}
+    found["worst_corruption_percent"] = {
+        row.label: worst[1] for row in lines if (worst := worst_corruption(column, row))
+    }
+    lowest = [measure == "calibration_error_percent" for measure in found]
+    ranks = [ranked(lines, values, lowest=low) for values, low in zip(found.values(), lowest, strict=True)]
+    for row in lines:
+        for (measure, values), ranking in zip(found.items(), ranks, strict=True):
+            value, rank = values.get(row.label), ranking.get(row.label, "")
+            sheet.put(row.label, value.text() if value else None, rank)
+            if value:
+                sheet.measured(column, row, measure, value, rank=rank)
+        own = column.of(row.label)
+        spent, seeds = cost(own), tuple(sorted({record.seed for record in own}))
+        for _, measure, of_cost, form in costs:
+            number = of_cost(spent)
+            sheet.put(row.label, None if number is None else f"{number:{form}}")
+            if number is not None:
+                sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
+    return sheet.table(
+        f"Accuracy, calibration and cost: {column.name}, {column.mode}",
+        ("method", "needs"),
+        method_heads(lines),
+        caption=(
+            "ECE: expected calibration error of the answers, 15 bins. Forward and backward: passes of an image through "
+            "the network, as counted. Memory: the peak of the run, less what was in use when it began. Mean ± standard "
+            "deviation over seeds."
+        ),
+    )
+
+
+def calibration_error(record: Record) -> float | None:
+    """In per cent."""
+    return None if record.calibration_error is None else 100 * record.calibration_error
+
+
+def worst_corruption(column: Column, row: Row) -> tuple[str, Estimate] | None:
+    """The corruption on which a row is worst, and its accuracy there."""
+    found = by_corruption(column.of(row.label))
+    return min(found.items(), key=lambda item: item[1].mean, default=None)
 
 
 def cost_tables(records: Sequence[Record]) -> list[Table]:
