@@ -314,7 +314,7 @@ def collect(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
         raise ValueError("expected at least one folder or file of results, but got none")
     records: list[Record] = []
     notes: list[str] = []
-    for path in _files(paths):
+    for path in files(paths):
         more, remarks = _read_file(path)
         records, notes = records + more, notes + remarks
     if not records:
@@ -322,15 +322,16 @@ def collect(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
     return _without_repeats(sorted(records, key=lambda record: (record.run, record.origin)), notes), notes
 
 
-def _files(paths: Iterable[Path]) -> list[Path]:
-    files: dict[Path, Path] = {}
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The files of records that files and folders stand for, each once."""
+    found: dict[Path, Path] = {}
     for path in paths:
         file = path / RECORDS if path.is_dir() else path
         if not file.is_file():
             problem = f"{path} holds no {RECORDS}" if path.is_dir() else f"there is no file or folder {path}"
             raise FileNotFoundError(f"{problem}; expected the folder that a benchmark wrote its results to")
-        files.setdefault(file.resolve(), file)  # the same file named twice is read once
-    return list(files.values())
+        found.setdefault(file.resolve(), file)  # the same file named twice is read once
+    return list(found.values())
 
 
 def _read_file(path: Path) -> tuple[list[Record], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cafe_tta import storage
 from cafe_tta.bench.records import Record, collect
-from cafe_tta.bench.report import figures
+from cafe_tta.bench.report import figures, leaderboard
 from cafe_tta.bench.report.beside import published_tables
 from cafe_tta.bench.report.columns import rows
 from cafe_tta.bench.report.figures import Drawing
@@ -26,7 +26,7 @@ from cafe_tta.bench.report.tables import (
 )
 from cafe_tta.display import Displayed
 
-__all__ = ["Report", "make", "write"]
+__all__ = ["Report", "leaderboard", "make", "write"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -85,11 +85,16 @@ def to_html(
         "answered by the model before or after the step that the batch caused.</p>",
         _plain(OPTIONS_HEAD, options_of(records)),
     ]
+    return document("Test-time adaptation: results", body)
+
+
+def document(title: str, body: Iterable[str], policy: str = "", style: str = "") -> str:
+    """A page of its own: what `policy` does not add to the rules is not loaded or executed."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Test-time adaptation: results</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{_CSS}{style}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + "\n</body>\n</html>\n"
     )
