@@ -134,7 +134,7 @@ def test_a_click_sorts_and_a_choice_filters(folders, tmp_path):
         click("method")
         assert column(0) == ["cafe", "cafe", "source", "tent"]
         click("ECE %")
-        assert column(8) == ["10.00", "–", "–", "–"]  # what is not known comes last
+        assert column(9) == ["10.00", "–", "–", "–"]  # what is not known comes last
         choose = "const s = document.querySelector('select'); s.selectedIndex = 2; s.onchange()"
         driver.execute_script(choose)
         assert column(0) == ["tent"]

@@ -198,3 +198,15 @@ def test_impossible_protocols_are_refused():
 
 def test_domains_have_readable_names():
     assert str(Domain("fog", 5)) == "fog-5" and str(protocols.CLEAN) == "clean"
+
+
+def test_a_protocol_of_your_own_has_options(registry, tmp_path, monkeypatch):
+    (tmp_path / "own_protocols.py").write_text(
+        "from cafe_tta.bench.protocols import clean\n\n\n"
+        "def first(num_images, seed, images=3):\n"
+        "    return clean(num_images, seed=seed, limit=images)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    name = protocols.protocol_name("own_protocols.py:first(images=7)")
+    assert name == "first(images=7)" and len(registry[name].episodes(20, NAMES, (5,))[0]) == 7
+    assert len(registry["first"].episodes(20, NAMES, (5,))[0]) == 3

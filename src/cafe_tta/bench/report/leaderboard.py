@@ -18,8 +18,8 @@ from cafe_tta.bench.report.page import document
 from cafe_tta.bench.report.tables import NOTHING, Cost, calibration_error, cost, count, short, worst_corruption
 
 HEADS = (
-    "method", "accuracy %", "seeds", "data", "stream", "mode", "model", "images", "ECE %", "worst corruption %",
-    "forward", "backward", "ms / image", "memory MB", "needs", "code", "records",
+    "method", "accuracy %", "seeds", "batch", "data", "stream", "mode", "model", "images", "ECE %",
+    "worst corruption %", "forward", "backward", "ms / image", "memory MB", "needs", "code", "records",
 )  # fmt: skip
 _TEXTS = {"method", "data", "stream", "mode", "model", "needs", "code", "records"}  # the others are sorted as numbers
 _SCRIPT = """
@@ -77,6 +77,7 @@ class Entry:
     calibration_error: Estimate | None
     worst: tuple[str, Estimate] | None
     cost: Cost
+    batch_size: int | None
     code: str
     file: Path
     command: str
@@ -183,6 +184,7 @@ def _entry(
         estimate(records, calibration_error, column.episodes)[0],
         worst_corruption(Column(column.dataset, column.protocol, column.mode, tuple(records)), row),
         cost(records),
+        last.config.get("batch_size"),
         _code(records),
         file,
         last.command,
@@ -223,6 +225,7 @@ def _row(entry: Entry, folder: Path) -> str:
         _text(entry.label),
         _number(entry.accuracy.mean, entry.accuracy.text(), entry.rank),
         _number(len(entry.accuracy.seeds), str(len(entry.accuracy.seeds))),
+        _number(entry.batch_size, str(entry.batch_size or "")),
         *map(_text, (entry.setting.data, entry.setting.stream, entry.setting.mode, entry.setting.model)),
         _number(entry.setting.images, f"{entry.setting.images:,}"),
         _estimate(entry.calibration_error),

@@ -451,35 +451,25 @@ _METRICS: tuple[tuple[str, str, Callable[[Cost], float | None], str], ...] = (
     ("ms / image", "ms_per_image", lambda cost: cost.milliseconds_per_image, ".2f"),
     ("memory [MB]", "run_memory_mb", lambda cost: cost.run_memory_mb, ",.0f"),
 )
+CALIBRATION = "calibration_error_percent"
 _MISSED = ("missed [%]", "missed_percent", lambda cost: None if cost.missed is None else 100 * cost.missed, ".1f")
 
 
 def _metrics_table(column: Column) -> Table:
     sheet, lines = Sheet(f"metrics-{column.dataset}-{column.protocol}-{column.mode}"), rows(column.records)
-    costs = (*_METRICS, *((_MISSED,) if any(record.pace for record in column.records) else ()))
-    sheet.heads = [
-        (head,) for head in ("accuracy [%]", "ECE [%]", "worst corruption [%]", *(cost[0] for cost in costs))
-    ]
-    measures = {"accuracy_percent": accuracy, "calibration_error_percent": calibration_error}
-    found = {measure: estimates(column, lines, value)[0] for measure, value in measures.items()}
-    found["worst_corruption_percent"] = {
-        row.label: worst[1] for row in lines if (worst := worst_corruption(column, row))
-    }
-    lowest = [measure == "calibration_error_percent" for measure in found]
-    ranks = [ranked(lines, values, lowest=low) for values, low in zip(found.values(), lowest, strict=True)]
-    for row in lines:
-        for (measure, values), ranking in zip(found.items(), ranks, strict=True):
-            value, rank = values.get(row.label), ranking.get(row.label, "")
+    for head, measure, values in _qualities(column, lines):
+        sheet.heads.append((head,))
+        best = ranked(lines, values, lowest=measure == CALIBRATION)
+        for row in lines:
+            value, rank = values.get(row.label), best.get(row.label, "")
             sheet.put(row.label, value.text() if value else None, rank)
             if value:
                 sheet.measured(column, row, measure, value, rank=rank)
-        own = column.of(row.label)
-        spent, seeds = cost(own), tuple(sorted({record.seed for record in own}))
-        for _, measure, of_cost, form in costs:
-            number = of_cost(spent)
-            sheet.put(row.label, None if number is None else f"{number:{form}}")
-            if number is not None:
-                sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
+    limited = any(record.pace for record in column.records)
+    for head, measure, of_cost, form in (*_METRICS, *((_MISSED,) if limited else ())):
+        sheet.heads.append((head,))
+        for row in lines:
+            _put_cost(sheet, column, row, measure, of_cost, form)
     return sheet.table(
         f"Accuracy, calibration and cost: {column.name}, {column.mode}",
         ("method", "needs"),
@@ -490,6 +480,26 @@ def _metrics_table(column: Column) -> Table:
             "deviation over seeds."
         ),
     )
+
+
+def _qualities(column: Column, lines: Sequence[Row]) -> list[tuple[str, str, dict[str, Estimate]]]:
+    """Heading, name in the CSV file, and the estimate of each row: of what has a spread over seeds."""
+    worst = {row.label: worst_corruption(column, row) for row in lines}
+    return [
+        ("accuracy [%]", "accuracy_percent", estimates(column, lines, accuracy)[0]),
+        ("ECE [%]", CALIBRATION, estimates(column, lines, calibration_error)[0]),
+        ("worst corruption [%]", "worst_corruption_percent", {label: w[1] for label, w in worst.items() if w}),
+    ]
+
+
+def _put_cost(
+    sheet: Sheet, column: Column, row: Row, measure: str, of_cost: Callable[[Cost], float | None], form: str
+) -> None:
+    own = column.of(row.label)
+    number, seeds = of_cost(cost(own)), tuple(sorted({record.seed for record in own}))
+    sheet.put(row.label, None if number is None else f"{number:{form}}")
+    if number is not None:
+        sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
 
 
 def calibration_error(record: Record) -> float | None:
@@ -515,13 +525,8 @@ def _cost_table(column: Column) -> Table:
     sheet, lines = Sheet(f"cost-{column.dataset}-{column.mode}"), rows(column.records)
     sheet.heads = [(head,) for head, *_ in _COSTS]
     for row in lines:
-        own = column.of(row.label)
-        spent, seeds = cost(own), tuple(sorted({record.seed for record in own}))
-        for _, measure, value, form in _COSTS:
-            number = value(spent)
-            sheet.put(row.label, None if number is None else f"{number:{form}}")
-            if number is not None:
-                sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
+        for _, measure, of_cost, form in _COSTS:
+            _put_cost(sheet, column, row, measure, of_cost, form)
     machines = sorted({_machine(record) for record in column.records})
     return sheet.table(
         f"Cost on {column.dataset}, {column.mode}: all protocols and seeds together",
