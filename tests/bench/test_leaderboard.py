@@ -41,7 +41,7 @@ def test_lines_by_setting_and_accuracy(folders):
         "cifar10 (cifar10:test 0123456789): all-mixed (2 published corruptions, severity unknown), offline, "
         "timm:resnet26 fedcba9876, 10,000 images"
     )
-    assert lines[0].code == "0123456789 + changes" and lines[0].worst[1].mean == pytest.approx(62)
+    assert lines[0].code == "commit 0123456789 with changed files" and lines[0].worst[1].mean == pytest.approx(62)
     assert lines[0].calibration_error.seeds == (1,) and lines[0].cost.forward is None  # one record does not say
 
 

@@ -244,7 +244,7 @@ _SAME: dict[str, Callable[[Record], Any]] = {
 
 
 # Hashes that records of versions up to 0.2.0 lack.
-_SOURCE_HASHES = {"digest": "source images", "chosen": "choice of source images", "values": "source values"}
+_SOURCE_HASHES = {"digest": "source images", "chosen": "choice of source images"}
 
 
 def _check(column: Column) -> None:

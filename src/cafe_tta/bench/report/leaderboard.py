@@ -15,7 +15,16 @@ from cafe_tta import storage
 from cafe_tta.bench.records import RECORDS, Record, files, read
 from cafe_tta.bench.report.columns import Column, Estimate, accuracy, corruptions_of, estimate, natural, rows
 from cafe_tta.bench.report.page import document
-from cafe_tta.bench.report.tables import NOTHING, Cost, calibration_error, cost, count, short, worst_corruption
+from cafe_tta.bench.report.tables import (
+    NOTHING,
+    Cost,
+    calibration_error,
+    code_text,
+    cost,
+    count,
+    short,
+    worst_corruption,
+)
 
 HEADS = (
     "method", "accuracy %", "seeds", "batch", "data", "stream", "mode", "model", "images", "ECE %",
@@ -211,12 +220,7 @@ def _describe(column: Column) -> Setting:
 
 def _code(records: Iterable[Record]) -> str:
     """Commits of the code that made the runs."""
-    commits = dict.fromkeys(
-        f"{short(record.code.get('commit'))}{' + changes' if record.code.get('dirty') else ''}"
-        for record in records
-        if record.code.get("commit")
-    )
-    return ", ".join(commits)
+    return ", ".join(dict.fromkeys(code_text(record) for record in records if record.code.get("commit")))
 
 
 def _row(entry: Entry, folder: Path) -> str:

@@ -12,7 +12,7 @@ from cafe_tta.bench.experiments import MODES
 from cafe_tta.bench.records import Record
 from cafe_tta.bench.report.columns import natural, rank, rows
 from cafe_tta.bench.report.figures import Drawing
-from cafe_tta.bench.report.tables import Cell, Table, count, short
+from cafe_tta.bench.report.tables import Cell, Table, code_text, count, short
 
 Lines = list[tuple[str, ...]]
 
@@ -204,6 +204,7 @@ def what_was_run(records: Sequence[Record]) -> Lines:
     facts += [("data", text) for text in _distinct(_data(record) for record in records)]
     facts += [("corruptions", text) for text in _distinct(_words(record.corruptions) for record in records)]
     facts += [("source statistics", text) for text in _distinct(_source(record) for record in records)]
+    facts += [("code", text) for text in _distinct(code_text(r) for r in records if r.code.get("commit"))]
     facts += [("versions", text) for text in _distinct(_words(record.versions) for record in records)]
     facts += [("machine", text) for text in _distinct(_words(record.machine) for record in records)]
     facts += [("command", text) for text in _distinct(record.command for record in records)]

@@ -1,5 +1,6 @@
 """The tables: accuracy with the paper's numbers beside ours, the sweep over k, distances from the source, cost."""
 
+import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -585,8 +586,8 @@ def gaps(
 
 
 def warnings(column: Column) -> list[Remark]:
-    """Frost that is not the standard one, and steps that were refused."""
-    notes = []
+    """Frost that is not the standard one, steps that were refused, and runs that other code or source values made."""
+    notes = [(column.name, text) for text in _versions(column)]
     if column.first.corruptions.get("frost_is_standard") is False and any("frost" in name for name in column.domains):
         notes.append((column.name, "frost was made with stand-in textures, not with the standard ones"))
     for label in dict.fromkeys(record.label for record in column.records):
@@ -594,6 +595,29 @@ def warnings(column: Column) -> list[Remark]:
         if spent.refused:
             notes.append((column.name, f"{label} refused {count(spent.refused, 'step')} and took {spent.steps:,}"))
     return notes
+
+
+def _versions(column: Column) -> list[str]:
+    """What is not the same in all runs of a column, and need not be: the code, and the bits of source values."""
+    texts = []
+    commits = list(dict.fromkeys(code_text(record) for record in column.records if record.code.get("commit")))
+    if len(commits) > 1 or any(record.code.get("dirty") for record in column.records):
+        texts.append(f"made by the code of {', '.join(commits)}")
+    for label in dict.fromkeys(record.label for record in column.records):
+        values = {json.dumps(r.source["values"], sort_keys=True) for r in column.of(label) if "values" in r.source}
+        if len(values) > 1:
+            texts.append(f"the runs of {label} used {len(values)} versions of its source values")
+    return texts
+
+
+def code_text(record: Record) -> str:
+    """The commit that made a record.
+
+    >>> from types import SimpleNamespace
+    >>> code_text(SimpleNamespace(code={"commit": "0123456789abcdef0123", "dirty": True}))
+    'commit 0123456789 with changed files'
+    """
+    return f"commit {short(record.code.get('commit'))}{' with changed files' if record.code.get('dirty') else ''}"
 
 
 def unlike_the_paper(column: Column) -> list[Remark]:
