@@ -5,7 +5,8 @@ https://arxiv.org/abs/2304.04795
 
 Batches come at the pace at which the model without adaptation answers them. A method that needs as long as k plain
 forward passes for a batch adapts to one, and misses the batches that come while it is busy: those are answered by the
-model that it has made so far, without adapting.
+model that it has made so far, without adapting. A batch waits for a busy method until the next one comes: so the method
+learns from one batch in k, also where k is no whole number. (The paper rounds k up.)
 """
 
 import math
@@ -80,14 +81,14 @@ class Clock:
     def answers(self, adapter: Adapter, batches: Iterable[B]) -> Iterator[Answer[B] | Evaluation[B]]:
         """Adapts to those batches that there is time for, and answers the others with what the adapter has learnt."""
         for arrival, batch in enumerate(batches):
-            if arrival < self._free:
+            if self._free >= arrival + 1:  # the next one comes before it is free
                 self.missed += len(batch.images)
                 yield from stream.evaluate(adapter, [batch])
                 continue
             for answer in stream.adapt(adapter, [batch]):
                 cost = answer.seconds / self._plain(batch) if self.cost is None else self.cost
                 self._costs.append(cost)
-                self._free = arrival + cost
+                self._free = max(arrival, self._free) + cost
                 yield answer
 
     def _plain(self, batch: B) -> float:
