@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cafe_tta import METHODS
@@ -53,7 +54,8 @@ def test_every_value_is_complete():
     for name, dataset in DATASETS.items():
         assert dataset.name == name and set(dataset.protocols) <= set(PROTOCOLS)
     for name, protocol in PROTOCOLS.items():
-        assert protocol.name == name and protocol.meaning and protocol.deal(5, ["fog"], [5], 0, None, 1)
+        assert protocol.name == name and protocol.meaning
+        assert protocol.episodes(5, ["fog"], [5], labels=np.array([0, 1, 0, 1, 0]))
 
 
 def test_a_data_set_is_one_value(monkeypatch):

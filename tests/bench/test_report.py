@@ -13,8 +13,8 @@ from cafe_tta import METHODS
 from cafe_tta.bench import report
 from cafe_tta.bench.experiments import Row
 from cafe_tta.bench.records import collect
-from cafe_tta.bench.report.columns import estimate, over_seeds, ranks, rows
-from cafe_tta.bench.report.figures import by_corruption, styles
+from cafe_tta.bench.report.columns import by_corruption, estimate, over_seeds, ranks, rows
+from cafe_tta.bench.report.figures import styles
 from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
 from cafe_tta.bench.report.page import to_html
 from cafe_tta.cli import app
@@ -101,6 +101,36 @@ def test_rows_follow_the_registry_and_then_the_label(tmp_path):
     assert found == ["tent", "cafe", "cafe k=8", "cafe k=64", "stranger"]
 
 
+def test_metrics_beside_accuracy_by_hand(tmp_path):
+    def run(method, seed, error, memory, **changes):
+        own = {"calibration_error": error, "run_memory_mb": memory, "seed": seed, "episode__digest": str(seed)}
+        return record(method, 0.5 + 0.1 * seed, by_domain={"fog-5": 0.4, "snow-5": 0.6}, **(own | changes))
+
+    runs = [run("source", seed, 0.2, 100.0, forward_images=10000, backward_images=0) for seed in (0, 1)]
+    runs += [run("sar", 0, 0.1, 300.0, forward_images=20000, backward_images=15000)]
+    runs += [run("sar", 1, 0.3, 200.0, forward_images=25000, backward_images=20000)]
+    shown = table(report.make([save(tmp_path, runs)]), "metrics-cifar10-all-mixed-offline")
+    assert [head[0] for head in shown.heads] == [
+        "accuracy [%]", "ECE [%]", "worst corruption [%]", "forward", "backward", "ms / image", "memory [MB]",
+    ]  # fmt: skip
+    assert [[cell.text for cell in line.cells] for line in shown.lines] == [
+        ["55.00 ± 7.07", "20.00 ± 0.00", "40.00 ± 0.00", "1.00", "0.00", "5.00", "100"],
+        ["55.00 ± 7.07", "20.00 ± 14.14", "40.00 ± 0.00", "2.25", "1.75", "5.00", "300"],
+    ]
+    files = [path.read_text() for path in report.write(report.make([tmp_path]))[:4]]
+    assert all("calibration" in text for text in files) and "backward_passes" in files[1]
+    limited = run("sar", 0, 0.1, 1.0, mode="online", pace={"setting": "4", "cost": 4.0, "missed": 7500})
+    shown = table(report.make([save(tmp_path, [limited])]), "metrics-cifar10-all-mixed, time-limited-online")
+    assert shown.heads[-1] == ("missed [%]",) and shown.lines[0].cells[-1].text == "75.0"
+    assert shown.lines[0].cells[3].text == "–"  # not counted
+
+
+def test_the_smallest_calibration_error_is_best(tmp_path):
+    runs = [record("source", 0.5, calibration_error=0.2), record("tent", 0.6, calibration_error=0.3)]
+    shown = table(report.make([save(tmp_path, runs)]), "metrics-cifar10-all-mixed-offline")
+    assert [[cell.rank for cell in line.cells[:2]] for line in shown.lines] == [["second", "best"], ["best", "second"]]
+
+
 # ---- the files
 
 GOLDEN = [
@@ -161,11 +191,14 @@ cafe & stats & \textbf{\boldmath $62.00_{\pm 0.71}$} & \textbf{\boldmath $70.06_
 def test_every_experiment_gives_its_table_and_its_figure(small):
     made = report.make([small])
     names = [table.name for table in made.tables]
-    assert names[:8] == [
-        "accuracy-offline", "accuracy-online", "shift-offline", "clean-offline", "dann-offline",
-        "groups", "frechet", "alignment",
+    corruptions = [name for name in names if name.startswith("corruptions-")]
+    costs = [name for name in names if name.startswith("cost-")]
+    assert names == [
+        "accuracy-offline", "accuracy-online", "shift-offline", "clean-offline", "dann-offline", *corruptions,
+        "groups", "frechet", "alignment", "published-cifar10-all-mixed-online", "published-cifar100-all-mixed-online",
+        "published-imagenet-all-mixed-online", *costs,
     ]  # fmt: skip
-    assert all(name.startswith("cost-") for name in names[8:]) and len(names) == 16
+    assert len(corruptions) == 19 and len(costs) == 8
     heads = [" ".join(head) for head in table(made, "accuracy-offline").heads]
     assert heads[:4] == ["digits separated ", "digits all-mixed ", "cifar10 separated ours", "cifar10 separated paper"]
     assert [line.head[0] for line in table(made, "groups").lines] == [

@@ -87,6 +87,8 @@ def test_joined_folders_and_repeated_runs(tmp_path):
         ({"corruptions__frost_is_standard": False}, "differ in the frost textures"),
         ({"episode__images": 2000}, "differ in the number of images"),
         ({"episode__digest": "cd"}, "differ in the images and corruptions dealt"),
+        ({"episode__domains": {"fog-5": 10000}}, "differ in the corruptions of an episode"),
+        ({"model__preprocessing": {"size": 32}}, "differ in the preprocessing"),
     ],
 )
 def test_runs_that_cannot_stand_in_one_column(tmp_path, changes, words):
@@ -96,6 +98,48 @@ def test_runs_that_cannot_stand_in_one_column(tmp_path, changes, words):
         report.make([save(tmp_path, [record("tent"), record("cafe", **changes)])])
     assert words in str(caught.value) or words.replace('"other" in', '"0123456789abcdef" in') in str(caught.value)
     assert "report them separately" in str(caught.value)
+
+
+def test_both_records_are_named_with_what_they_have(tmp_path):
+    runs = [record("tent"), record("cafe", model__preprocessing={"size": 32, "mean": [0.5, 0.5, 0.5]})]
+    with pytest.raises(ValueError) as caught:
+        report.make([save(tmp_path, runs)])
+    path = tmp_path / "records.jsonl"
+    assert f'{{"mean": [0.5, 0.5, 0.5], "size": 32}} in {path}, line 2 (cafe)' in str(caught.value)
+    assert f"null in {path}, line 1 (tent)" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["digest", "chosen"])
+def test_one_label_means_one_source(tmp_path, key):
+    one, other = {f"source__{key}": "one"}, {f"source__{key}": "other"}
+    with pytest.raises(ValueError, match=r"differ in the (source images|choice of source images) of 'tent'"):
+        report.make([save(tmp_path, [record("tent", **one), record("tent", seed=1, episode__digest="b", **other)])])
+    made = report.make([save(tmp_path, [record("tent", **one), record("tent", seed=1, episode__digest="b")])])
+    assert len(made.records) == 2  # an older record does not know it
+    made = report.make([save(tmp_path, [record("tent", **one), record("bacs", **other)])])
+    assert len(made.records) == 2  # another method, with another source value
+
+
+def test_other_code_and_other_source_values_are_said(tmp_path):
+    """Rounding makes other bits on another machine: no reason to refuse, but a reader should know."""
+    made = [
+        {"code": {"commit": letter * 40, "dirty": letter == "b"}, "source__values": {"stats": letter}}
+        for letter in "ab"
+    ]
+    runs = [record("cafe", seed=seed, episode__digest=str(seed), **made[seed]) for seed in (0, 1)]
+    notes = report.make([save(tmp_path, runs)], with_paper=False).tables[0].notes
+    assert notes == (
+        "cifar10 all-mixed: made by the code of commit aaaaaaaaaa, commit bbbbbbbbbb with changed files",
+        "cifar10 all-mixed: the runs of cafe used 2 versions of its source values",
+    )
+    runs = [record("cafe", **made[0]), record("tent", **made[0])]
+    assert report.make([save(tmp_path, runs)], with_paper=False).tables[0].notes == ()
+
+
+def test_the_same_run_twice_with_different_sources_is_refused(tmp_path):
+    runs = [record("tent", 0.5), record("tent", 0.6, source__groups_digest="other")]
+    with pytest.raises(ValueError, match=r"line \d and .* line \d are both tent with seed 0 on mixed, but differ in"):
+        report.make([save(tmp_path, runs)])
 
 
 def test_one_label_means_one_set_of_options(tmp_path):

@@ -133,7 +133,16 @@ def assert_same_statistics(path, other):
 
 def records(folder):
     """By run, but for what no two runs have in common."""
-    timed = {"seconds", "images_per_second", "peak_memory_mb", "finished", "machine", "command"}
+    timed = {
+        "seconds",
+        "images_per_second",
+        "peak_memory_mb",
+        "run_memory_mb",
+        "finished",
+        "machine",
+        "command",
+        "code",
+    }
     found = read(folder / "records.jsonl")
     assert len({record.key for record in found}) == len(found)  # none twice
     return {record.key: {n: v for n, v in record.to_json().items() if n not in timed} for record in found}
@@ -274,8 +283,11 @@ def assert_close_records(ours, theirs):
         assert record["by_domain"] == pytest.approx(other["by_domain"], abs=0.2)
         for name in ("frechet_before", "frechet_after", "alignment_before", "alignment_after"):
             assert record[name] == pytest.approx(other[name], rel=1e-4)
+        assert record["calibration_error"] == pytest.approx(other["calibration_error"], abs=0.01)
         for name in ("episode", "steps", "refused", "config", "source", "model"):
             assert record[name] == other[name]
+        for name in ("forward_images", "backward_images"):  # a rank without images has a stand-in
+            assert 0 <= record[name] - other[name] <= 6
 
 
 @needs_proc

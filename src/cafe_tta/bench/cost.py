@@ -50,8 +50,9 @@ class Passes:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._backbones:
-            self._size = len(args[0])
-            self.forward += self._size
+            size = len(args[0])
+            self.forward += size
+            self._size = size if torch.is_grad_enabled() else None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Watches the first output of a pass that depends on what moves: every gradient of the pass ends there."""

@@ -14,6 +14,7 @@ from cafe_tta import corruptions, metrics, stream
 from cafe_tta.adapter import Adapter
 from cafe_tta.bench.cost import Passes
 from cafe_tta.bench.experiments import Mode
+from cafe_tta.bench.pace import Clock
 from cafe_tta.bench.protocols import Domain, Episode, Indices
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.data import CorruptedSet, ImageSet, Labels
@@ -150,6 +151,7 @@ def evaluate(
     mode: Mode,
     reference: Reference | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    clock: Clock | None = None,
 ) -> Outcome:
     """Resets the adapter, shows it the stream once, and compares its answers with the labels.
 
@@ -157,17 +159,18 @@ def evaluate(
     in evaluation mode; only a method that `wants_more` sees the images more than once before that. `advance` is called
     with the number of images of each batch. Where the stream is shared by several processes, each shows its adapter its
     part of every batch, answers whole batches in turns when the stream is over, and all of them come to the same
-    outcome; the time is that of the slowest.
+    outcome; the time is that of the slowest. With a `clock`, the stream does not wait: see `bench.pace`.
     """
     share, batch_size = images.share, adapter.config.batch_size
     adapter.reset()
     passes = Passes(adapter)
     answers, online, seconds = _Answers(), _Answers(), 0.0
     with passes.counting():
-        for answer in stream.adapt(adapter, images.batches(batch_size)):
-            online.add(answer)
-            seconds += answer.seconds
-            advance(len(answer.logits))
+        batches = images.batches(batch_size)
+        for answered in stream.adapt(adapter, batches) if clock is None else clock.answers(adapter, batches):
+            online.add(answered)
+            seconds += answered.seconds
+            advance(len(answered.logits))
         while mode == "offline" and adapter.wants_more():
             for answer in stream.adapt(adapter, images.batches(batch_size)):
                 seconds += answer.seconds

@@ -15,6 +15,7 @@ import numpy as np
 from cafe_tta import corruptions, plugins
 from cafe_tta import data as image_sets
 from cafe_tta import options as text_options
+from cafe_tta.bench.pace import Pace
 from cafe_tta.bench.protocols import PROTOCOLS, Episode, Indices, protocol_name
 from cafe_tta.copies.job import preset_for
 from cafe_tta.methods import METHODS, configure, method, method_name
@@ -152,6 +153,21 @@ _EXPERIMENTS = (
     Experiment(
         "continual", "one corruption after the other, without reset", ("continual",), mode="online", frechet=False
     ),
+    Experiment("recurring", "the continual stream, over and over", ("recurring",), mode="online", frechet=False),
+    Experiment(
+        "correlated",
+        "images of a class come together: one corruption at a time, and mixed",
+        ("class-correlated", "mixed-correlated"),
+        mode="online",
+        frechet=False,
+    ),
+    Experiment("label-shift", "mixed, with frequent and rare classes", ("label-shift",), mode="online", frechet=False),
+    Experiment(
+        "mixed-75k", "mixed, online, 5,000 images of each corruption", ("mixed-75k",), mode="online", frechet=False
+    ),
+    Experiment(
+        "mixed-full", "mixed, online, all images with every corruption", ("mixed-full",), mode="online", frechet=False
+    ),
     Experiment("shift", "SVHN to MNIST (Appendix D.4)", ("shift",), corrupted=False),
 )
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _EXPERIMENTS}
@@ -187,6 +203,15 @@ class Plan:
     corruptions: tuple[str, ...] = corruptions.NAMES
     corruption_seed: int = 0
     frechet: bool = True
+    pace: Pace | None = None  # of the stream; None: it waits for every method
+
+    def __post_init__(self) -> None:
+        if self.pace is None:
+            return
+        if self.mode != "online":
+            raise ValueError(f"expected `mode` to be 'online' with `pace`, but got {self.mode!r}: offline nobody waits")
+        for row in self.rows:
+            self.pace.cost(row.label)
 
     def episodes(self, protocol: str, seed: int, num_images: int, labels: Indices | None = None) -> list[Episode]:
         """The episodes of one protocol and seed, over a data set of `num_images` images with these labels."""
@@ -209,12 +234,14 @@ def plan(
     mode: str | None = None,
     frechet: bool | None = None,
     protocols: Sequence[str] | None = None,
+    pace: str | None = None,
     **settings: Any,
 ) -> Plan:
     """An experiment on a data set, with the paper's methods and protocols or those named.
 
     A method may come with options, and is then a row of its own: `["cafe", "cafe(lr=0.01)"]`, or the same as one text.
-    `options` changes options of a method in all of its rows. `settings` are other fields of `Plan`: seeds, limit, ….
+    `options` changes options of a method in all of its rows. With `pace`, the stream does not wait: see `bench.pace`.
+    `settings` are other fields of `Plan`: seeds, limit, ….
 
     >>> [row.label for row in plan("mixed", "digits", "source, cafe(lr=0.01,every=2), cafe").rows]
     ['source', 'cafe(lr=0.01,every=2)', 'cafe']
@@ -235,7 +262,8 @@ def plan(
     protocols = tuple(protocol_name(name) for name in protocols or ())
     protocols = protocols or chosen.protocols or data.protocols
     frechet = chosen.frechet if frechet is None else frechet
-    return Plan(experiment, data, protocols, mode, tuple(rows), frechet=frechet, **settings)
+    limited = None if pace is None else Pace.parse(pace)
+    return Plan(experiment, data, protocols, mode, tuple(rows), frechet=frechet, pace=limited, **settings)
 
 
 def choose_dataset(name: str | None = None, **changes: Any) -> Dataset:

@@ -65,6 +65,8 @@ def run(
 
 
 def _check_synchronised(plan: Plan) -> None:
+    if plan.pace is not None:
+        raise ValueError("expected no `pace` with `synchronised`: how busy several ranks are is not known")
     methods = sorted({row.method for row in plan.rows})
     if alone := [name for name in methods if not METHODS[name].distributed]:
         raise ValueError(

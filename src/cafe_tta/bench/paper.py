@@ -23,19 +23,24 @@ Published = Accuracy | Literal["N/A"] | None
 
 @dataclass(frozen=True)
 class Setting:
-    """What the paper measured a data set with."""
+    """What published numbers were measured with; None where it is each method's own, or not said."""
 
-    model: str
+    model: str  # by our name, or in words
     images: int  # of an episode
-    corruptions: int
-    severities: tuple[int, ...]
+    corruptions: int = 15
+    severities: tuple[int, ...] = (5,)
+    seeds: int | None = 3
+    weights: str = ""
+    batch_size: int | None = None
+    preprocessing: str = ""
 
 
-_CIFAR = Setting("timm:resnet26", 10_000, 15, (5,))
+SOURCE = "Adachi et al., CAFe: https://arxiv.org/abs/2204.13263"
+_CIFAR = Setting("timm:resnet26", 10_000)
 SETTINGS = {
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
-    "imagenet": Setting("torchvision:resnet50", 50_000, 15, (1, 2, 3, 4, 5)),
+    "imagenet": Setting("torchvision:resnet50", 50_000, severities=(1, 2, 3, 4, 5)),
 }
 
 # Table 1, with the row of DANN from the appendix's table of unsupervised domain adaptation.
@@ -136,6 +141,11 @@ def published(dataset: str, protocol: str, mode: str, method: str, num_groups: i
         if swept is not None or num_groups != NUM_GROUPS:
             return swept
     return _BY_METHOD.get((dataset, protocol, mode, method))
+
+
+def by_method() -> dict[tuple[str, str, str, str], Accuracy | Literal["N/A"]]:
+    """All cells, by data set, protocol, mode and method; without the sweep over k."""
+    return dict(_BY_METHOD)
 
 
 def _entries(text: str) -> Iterator[tuple[str, str, str, Accuracy | Literal["N/A"]]]:

@@ -4,19 +4,26 @@ The same seed deals the same images. A corrupted image itself is the same in eve
 the published data sets: the seed decides which image gets which corruption, and in which order the images come.
 
 A new protocol is a function that takes any of the arguments of `Protocol.episodes` by their names, and a value in
-`PROTOCOLS`.
+`PROTOCOLS`. Further arguments, with numbers as defaults, are its options: `class-correlated(delta=0.01)` is a protocol.
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cafe_tta import plugins
+from cafe_tta import options, plugins
+
+DELTA = 0.1  # parameter of the Dirichlet distribution: the smaller, the longer a class stays
+ROUNDS = 5  # of a recurring stream
+RATIO = 10.0  # of the most frequent class to the rarest, under label shift
+IMAGES = 5000  # of each corruption in `mixed-75k`
 
 Indices = npt.NDArray[np.int64]
 Names = Sequence[str]  # of corruptions
@@ -99,13 +106,45 @@ class Protocol:
         """The episodes of a data set. `labels` are those of its images, for streams that come class by class."""
         given = {name: value for name, value in locals().items() if name != "self"}
         parameters = inspect.signature(self.deal).parameters
-        if unknown := [name for name in parameters if name not in given]:
+        needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+        if unknown := [name for name in needed if name not in given]:
             raise TypeError(
                 f"the protocol {self.name} takes {unknown[0]!r}; expected arguments among: {', '.join(given)}"
             )
         if "labels" in parameters and labels is None:
             raise ValueError(f"the protocol {self.name} needs labels, which the data set does not have")
-        return self.deal(**{name: given[name] for name in parameters})
+        return self.deal(**{name: value for name, value in given.items() if name in parameters})
+
+    def options(self) -> dict[str, float]:
+        """What can be changed about it, with its defaults.
+
+        >>> PROTOCOLS["recurring"].options()
+        {'rounds': 5}
+        """
+        own = inspect.signature(Protocol.episodes).parameters
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.deal).parameters.items()
+            if name not in own and isinstance(parameter.default, int | float)
+        }
+
+    def changed(self, settings: Mapping[str, str]) -> "Protocol":
+        """The same protocol with other options, which are in its name.
+
+        >>> PROTOCOLS["class-correlated"].changed({"delta": "1e-2"}).name
+        'class-correlated(delta=0.01)'
+        """
+        defaults = self.options()
+        options.require_known(settings, defaults, self.name)
+        values: dict[str, float] = {}
+        for name, text in settings.items():
+            try:
+                values[name] = type(defaults[name])(text)
+            except ValueError:
+                kind = "a whole number" if isinstance(defaults[name], int) else "a number"
+                raise ValueError(f"expected `{name}` of {self.name} to be {kind}, but got {text!r}") from None
+        shown = ",".join(f"{name}={value}" for name, value in values.items())
+        return replace(self, name=f"{self.name}({shown})", deal=partial(self.deal, **values), colour=None)
 
 
 def domains(corruptions: Names, severities: Levels) -> list[Domain]:
@@ -156,6 +195,131 @@ def continual(
     return [Episode("continual", images, tuple(part.domains[0] for part in parts), domain_of)]
 
 
+def recurring(
+    num_images: int,
+    corruptions: Names,
+    severities: Levels,
+    seed: int = 0,
+    limit: Limit = None,
+    rounds: int = ROUNDS,
+) -> list[Episode]:
+    """One episode of `rounds` continual ones: every corruption comes back, with its images in another order."""
+    _at_least("rounds", rounds, 1)
+    parts = [
+        continual(num_images, corruptions, severities, _seed(seed, 5, number), limit)[0] for number in range(rounds)
+    ]
+    images, domain_of = (np.concatenate([getattr(part, name) for part in parts]) for name in ("images", "domain_of"))
+    return [Episode("recurring", images, parts[0].domains, domain_of)]
+
+
+def class_correlated(
+    num_images: int,
+    corruptions: Names,
+    severities: Levels,
+    labels: Indices,
+    seed: int = 0,
+    limit: Limit = None,
+    delta: float = DELTA,
+) -> list[Episode]:
+    """The separated episodes, each with its images in a class-correlated order: see `correlated_order`."""
+    episodes = []
+    for number, episode in enumerate(separated(num_images, corruptions, severities, seed, limit)):
+        random = np.random.default_rng([seed, 6, number])
+        order = correlated_order(labels[episode.images], random, delta)
+        episodes.append(replace(episode, images=episode.images[order]))
+    return episodes
+
+
+def mixed_correlated(
+    num_images: int,
+    corruptions: Names,
+    severities: Levels,
+    labels: Indices,
+    seed: int = 0,
+    limit: Limit = None,
+    copies: int = 1,
+    delta: float = DELTA,
+) -> list[Episode]:
+    """The mixed episode in a class-correlated order: the corruptions come by chance, the classes do not."""
+    (episode,) = all_mixed(num_images, corruptions, severities, seed, limit, copies)
+    order = correlated_order(labels[episode.images], np.random.default_rng([seed, 7]), delta)
+    return [replace(episode, images=episode.images[order], domain_of=episode.domain_of[order])]
+
+
+def label_shift(
+    num_images: int,
+    corruptions: Names,
+    severities: Levels,
+    labels: Indices,
+    seed: int = 0,
+    limit: Limit = None,
+    copies: int = 1,
+    ratio: float = RATIO,
+) -> list[Episode]:
+    """The mixed episode with a part of its images left out, so that some classes are rarer than others.
+
+    Of the r-th of C classes, in an order drawn by the seed, a share ratio^(-r / (C - 1)) is kept, r = 0 … C - 1: all
+    images of the most frequent one, 1 / ratio of the rarest. Which ones is drawn by the seed.
+    """
+    _at_least("ratio", ratio, 1)
+    (episode,) = all_mixed(num_images, corruptions, severities, seed, limit, copies)
+    random, own = np.random.default_rng([seed, 8]), labels[episode.images]
+    classes = random.permutation(np.unique(own))
+    shares = float(ratio) ** (-np.arange(len(classes)) / max(1, len(classes) - 1))
+    kept = [
+        random.permutation(np.flatnonzero(own == c))[: round(s * (own == c).sum())]
+        for c, s in zip(classes, shares, strict=True)
+    ]
+    order = np.sort(np.concatenate(kept))
+    return [replace(episode, images=episode.images[order], domain_of=episode.domain_of[order])]
+
+
+def mixed_75k(
+    num_images: int,
+    corruptions: Names,
+    severities: Levels,
+    seed: int = 0,
+    limit: Limit = None,
+    images: int = IMAGES,
+) -> list[Episode]:
+    """One episode of `images` images with each corruption, shuffled: the same ones for all corruptions and seeds."""
+    _at_least("images", images, 1)
+    chosen = _chosen(num_images, limit, np.random.default_rng(0))[:images]
+    return _every_pair(chosen, domains(corruptions, severities), np.random.default_rng([seed, 9]))
+
+
+def mixed_full(
+    num_images: int, corruptions: Names, severities: Levels, seed: int = 0, limit: Limit = None
+) -> list[Episode]:
+    """One episode of all images, each with every corruption, shuffled."""
+    random = np.random.default_rng([seed, 10])
+    return _every_pair(_chosen(num_images, limit, random), domains(corruptions, severities), random)
+
+
+def correlated_order(labels: Indices, random: np.random.Generator, delta: float = DELTA) -> Indices:
+    """An order of images in which those of a class come together, as on a road or in a video.
+
+    Time is cut into as many slots as there are classes. The images of a class are divided among the slots by shares
+    that are drawn from a Dirichlet distribution with all parameters `delta`; in a slot, they come class by class. The
+    smaller `delta`, the fewer slots a class is in.
+
+    >>> labels = np.repeat([0, 1, 2], 4)
+    >>> labels[correlated_order(labels, np.random.default_rng(0), delta=1e-3)].tolist()
+    [1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 2, 2]
+    """
+    if not delta > 0:
+        raise ValueError(f"expected `delta` to be above 0, but got {delta}")
+    classes = np.unique(labels)
+    slots: list[list[Indices]] = [[] for _ in classes]
+    for label in classes:
+        own = random.permutation(np.flatnonzero(labels == label))
+        shares = random.dirichlet(np.full(len(slots), delta))
+        edges = (np.cumsum(shares)[:-1] * len(own)).round().astype(np.int64)
+        for slot, part in zip(slots, np.split(own, edges), strict=True):
+            slot.append(part)
+    return np.concatenate([slot[i] for slot in slots for i in random.permutation(len(slot))])
+
+
 def clean(
     num_images: int,
     corruptions: Names = (),
@@ -181,6 +345,26 @@ _PROTOCOLS = (
         "all-mixed", all_mixed, "one; each image with a corruption and a severity drawn at random", colour="#D55E00"
     ),
     Protocol("continual", continual, "one: the separated ones in a row", colour="#E69F00"),
+    Protocol("recurring", recurring, f"one: `continual` {ROUNDS} times over (`rounds`), each time in another order"),
+    Protocol(
+        "class-correlated",
+        class_correlated,
+        f"the separated ones, where images of a class come together (Dirichlet, `delta` = {DELTA})",
+    ),
+    Protocol(
+        "mixed-correlated",
+        mixed_correlated,
+        f"`all-mixed`, where images of a class come together (Dirichlet, `delta` = {DELTA})",
+    ),
+    Protocol(
+        "label-shift",
+        label_shift,
+        f"`all-mixed`, where the most frequent class has {RATIO:g} times as many images as the rarest (`ratio`)",
+    ),
+    Protocol(
+        "mixed-75k", mixed_75k, f"one of {IMAGES:,} images (`images`) with each corruption: 75,000 with 15 of them"
+    ),
+    Protocol("mixed-full", mixed_full, "one of all images, each with every corruption"),
     Protocol(
         "shift",
         clean,
@@ -201,11 +385,20 @@ PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _PROTO
 
 
 def protocol_name(text: str) -> str:
-    """The key in `PROTOCOLS` of a protocol by its name, or by package.module:function, which is then added."""
-    name = plugins.add("protocols", text, PROTOCOLS, _as_protocol)
+    """The key in `PROTOCOLS` of a protocol by its name, or by package.module:function, which is then added.
+
+    Either may have options, as in `class-correlated(delta=0.01)`: these make another protocol, which is added too.
+    """
+    match = re.fullmatch(r"([^()]+)\((.+)\)", text)
+    base = match[1].strip() if match else text
+    name = plugins.add("protocols", base, PROTOCOLS, _as_protocol)
     if name is None:
-        raise plugins.unknown("protocol", "protocols", text, PROTOCOLS)
-    return name
+        raise plugins.unknown("protocol", "protocols", base, PROTOCOLS)
+    if match is None:
+        return name
+    changed = PROTOCOLS[name].changed(options.split_assignments(match[2].split(","), example="delta=0.01"))
+    PROTOCOLS.setdefault(changed.name, changed)
+    return changed.name
 
 
 def _as_protocol(name: str, found: Any) -> Protocol:
@@ -224,6 +417,22 @@ def _mixed(
     images = np.concatenate([_chosen(num_images, limit, random) for _ in range(copies)])
     images = random.permutation(images)
     return Episode(name, images, tuple(choices), random.integers(0, len(choices), len(images)))
+
+
+def _every_pair(chosen: Indices, choices: list[Domain], random: np.random.Generator) -> list[Episode]:
+    """All images with every domain, shuffled."""
+    pairs = random.permutation(len(chosen) * len(choices))
+    return [Episode("mixed", chosen[pairs // len(choices)], tuple(choices), pairs % len(choices))]
+
+
+def _seed(seed: int, *numbers: int) -> int:
+    """A seed for a part of a stream."""
+    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"expected `{name}` to be at least {least}, but got {value}")
 
 
 def _chosen(num_images: int, limit: Limit, random: np.random.Generator) -> Indices:

@@ -29,7 +29,7 @@ LOCKED = 60.0  # seconds to wait for a file that another process writes to; it t
 MAIN = "main"  # the tables that most experiments share
 
 _VERSION = "versions.cafe_tta"
-_LEFT_OUT = {"model.preprocessing.interpolation"}  # of settings, where it has the value that it always had
+_LEFT_OUT = {"model.preprocessing.interpolation", "pace"}  # of settings, where they are what they always were
 
 Facts = dict[str, Any]
 Hits = npt.NDArray[np.bool_]  # (n,)
@@ -80,6 +80,7 @@ class Record(Displayed):
     forward_images: int | None = None  # images through the network, in the time that `seconds` counts
     backward_images: int | None = None  # images through which a gradient came back
     run_memory_mb: float | None = None  # peak of the run, less what was in use when it began
+    pace: Facts = field(default_factory=dict)  # of a stream that did not wait: setting, cost of a batch, images missed
     origin: str = ""  # file and line that it was read from, for errors; not recorded
 
     def facts(self) -> Mapping[str, Any]:
@@ -99,6 +100,11 @@ class Record(Displayed):
     @property
     def images_per_second(self) -> float | None:
         return self.episode.images / self.seconds if self.seconds else None
+
+    @property
+    def stream_name(self) -> str:
+        """The protocol, and whether the stream waited for the method: what a column of a table has in common."""
+        return f"{self.protocol}, time-limited" if self.pace else self.protocol
 
     @property
     def right(self) -> Hits | None:
@@ -122,7 +128,8 @@ class Record(Displayed):
         """What makes it this run and no other, among the records of all folders."""
         names = (self.scope, self.dataset, self.protocol, self.mode, self.method, self.label, self.seed)
         episode = (self.episode.name, self.episode.images, self.episode.digest)
-        settings = (*episode, self.config, self.data, self.corruptions, self.model, self.source)
+        pace = (self.pace.get("setting"),) if self.pace else ()
+        settings = (*episode, self.config, self.data, self.corruptions, self.model, self.source, *pace)
         return json.dumps([names, settings], sort_keys=True)
 
     def to_json(self) -> Facts:
@@ -163,6 +170,7 @@ class Record(Displayed):
             limit=get.optional("limit"),
             copies=1 if raw.get("copies") is None else get.whole("copies"),
             code=get.facts("code"),
+            pace=get.facts("pace"),
             hits=get.hits("hits"),
             accuracy=get.share("accuracy"),
             by_domain={name: get.share("by_domain", name) for name in get.facts("by_domain")},
@@ -306,7 +314,7 @@ def collect(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
         raise ValueError("expected at least one folder or file of results, but got none")
     records: list[Record] = []
     notes: list[str] = []
-    for path in _files(paths):
+    for path in files(paths):
         more, remarks = _read_file(path)
         records, notes = records + more, notes + remarks
     if not records:
@@ -314,15 +322,16 @@ def collect(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
     return _without_repeats(sorted(records, key=lambda record: (record.run, record.origin)), notes), notes
 
 
-def _files(paths: Iterable[Path]) -> list[Path]:
-    files: dict[Path, Path] = {}
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The files of records that files and folders stand for, each once."""
+    found: dict[Path, Path] = {}
     for path in paths:
         file = path / RECORDS if path.is_dir() else path
         if not file.is_file():
             problem = f"{path} holds no {RECORDS}" if path.is_dir() else f"there is no file or folder {path}"
             raise FileNotFoundError(f"{problem}; expected the folder that a benchmark wrote its results to")
-        files.setdefault(file.resolve(), file)  # the same file named twice is read once
-    return list(files.values())
+        found.setdefault(file.resolve(), file)  # the same file named twice is read once
+    return list(found.values())
 
 
 def _read_file(path: Path) -> tuple[list[Record], list[str]]:

@@ -17,6 +17,7 @@ from cafe_tta.bench import provenance
 from cafe_tta.bench.cost import Memory
 from cafe_tta.bench.evaluate import Distance, Outcome, Stream, distance_before, evaluate
 from cafe_tta.bench.experiments import Plan, Row
+from cafe_tta.bench.pace import Clock
 from cafe_tta.bench.protocols import Episode
 from cafe_tta.bench.records import RECORDS, Record, Results, packed, read
 from cafe_tta.bench.source_side import SourceSide
@@ -141,10 +142,18 @@ class Runner:
             adapter = self._adapter(planned.row)
             stream.make()
             memory = Memory()
-            outcome = evaluate(adapter, stream, self.plan.mode, self._reference(), advance)
+            clock = self._clock(planned.row)
+            outcome = evaluate(adapter, stream, self.plan.mode, self._reference(), advance, clock)
             peaks, added = self.share.all(memory.peak), self.share.all(memory.added)
             if self.share.rank == 0:
-                self.results.add(self.record(planned, outcome, before, _largest(peaks), _largest(added)))
+                made = self.record(planned, outcome, before, _largest(peaks), _largest(added))
+                self.results.add(made if clock is None else replace(made, pace=self._describe_pace(clock)))
+
+    def _clock(self, row: Row) -> Clock | None:
+        return Clock(self.plan.pace.cost(row.label), self.source.classifier) if self.plan.pace else None
+
+    def _describe_pace(self, clock: Clock) -> dict[str, Any]:
+        return {"setting": self.results.settings["pace"], "cost": clock.mean_cost, "missed": clock.missed}
 
     def _agreed(self) -> list[Planned]:
         """The missing runs, as rank 0 sees them: all ranks do the same runs in the same order."""
@@ -185,6 +194,7 @@ class Runner:
             "limit": plan.limit,
             "copies": dataset.copies,
             "versions": {"cafe_tta": __version__, "torch": torch.__version__},
+            **({"pace": plan.pace.text} if plan.pace else {}),
         }
 
     def record(

@@ -1,6 +1,7 @@
 """`cafe-tta bench`: the paper's experiments, each by one command."""
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 from cafe_tta import data as image_sets
 from cafe_tta.bench import estimate, run
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
+from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import RECORDS
 from cafe_tta.bench.source_side import SourceSideOptions
 from cafe_tta.cli.console import duration, progress, say, show_table, sigterm_interrupts
@@ -37,7 +39,9 @@ class BenchOptions(Options):
         "--model. Default: digits.",
     )
     output: Path | None = option(None, "Folder for the records; by default results/EXPERIMENT-DATASET.")
-    listing: bool = option(False, "List the experiments, with what each costs on this machine.", flag="--list")
+    listing: bool = option(
+        False, "List the experiments, with what each costs on this machine, and the protocols.", flag="--list"
+    )
     show_episodes: bool = option(
         False, "Print which images come with which corruptions, and stop.", flag="--show-episodes"
     )
@@ -55,8 +59,8 @@ class BenchOptions(Options):
     )
     protocols: list[str] = option(
         [],
-        "A protocol, instead of the experiment's own; see docs/benchmark.md. package.module:function is one of your "
-        "own. May be repeated.",
+        "A protocol, instead of the experiment's own; see --list. With options: class-correlated(delta=0.01). "
+        "package.module:function is one of your own. May be repeated.",
         panel=_ROWS,
     )
     corruptions: str = option(
@@ -70,6 +74,15 @@ class BenchOptions(Options):
     sweep: list[int] = option([], "Values of k for the experiment `groups`, such as 8,32.", panel=_ROWS)
     frechet: bool | None = option(
         None, "Measure the distance to the source before and after adapting; by default the experiment's.", panel=_ROWS
+    )
+    batch_size: int | None = option(
+        None, "Images a batch, for all methods, instead of each method's own.", least=1, panel=_ROWS
+    )
+    pace: str | None = option(
+        None,
+        "The stream does not wait, and a slow method misses batches: measured, or what a batch costs, in plain forward "
+        "passes: 3, or tent=3,cafe=4.",
+        panel=_ROWS,
     )
     mode: str | None = option(None, "online or offline, instead of the experiment's mode.", panel=_ROWS)
     data: str | None = option(None, "Test images.", panel=_IMAGES)
@@ -102,15 +115,27 @@ class BenchOptions(Options):
             experiment,
             dataset,
             self.methods,
-            parse_options(self.set, self.methods),
+            parse_options(self.set + self._batch_size(), self.methods),
             self.sweep,
             self.mode,
             self.frechet,
             self.protocols,
+            self.pace,
             seeds=tuple(range(self.seeds)),
             limit=self.limit,
             corruptions=self._corruptions(dataset),
         )
+
+    def _batch_size(self) -> list[str]:
+        return [] if self.batch_size is None else [f"batch_size={self.batch_size}"]
+
+    def folder(self, planned: Plan) -> Path:
+        """Where the records go, unless the user says where: what is not the experiment's own is in the name."""
+        batches = f"batches-of-{self.batch_size}" if self.batch_size else ""
+        pace = f"pace-{self.pace}" if self.pace else ""
+        parts = (planned.experiment, planned.dataset.name, *self.protocols, self.mode, batches, pace)
+        name = "-".join(part for part in parts if part)
+        return Path("results") / re.sub(r"[^\w.=-]+", "-", name).strip("-")
 
     def _corruptions(self, dataset: Dataset) -> tuple[str, ...]:
         """Corruptions by name; those of a corrupted data set may be its own."""
@@ -152,8 +177,7 @@ def bench(
     if options.show_episodes:
         _show_episodes(planned)
         return
-    parts = [experiment, planned.dataset.name, *([options.mode] if options.mode else [])]
-    _run(planned, source, options.output or Path("results") / "-".join(parts), options.synchronised, timeout)
+    _run(planned, source, options.output or options.folder(planned), options.synchronised, timeout)
 
 
 def _run(planned: Plan, options: SourceSideOptions, folder: Path, synchronised: bool, timeout: float) -> None:
@@ -187,4 +211,9 @@ def _show_experiments(dataset: Dataset, options: SourceSideOptions) -> None:
     for name, kind in EXPERIMENTS.items():
         cost = duration(costs[name]) if name in costs else "-"
         table.add_row(name, kind.shows, ", ".join(kind.datasets), cost)
+    show_table(table)
+    print()
+    table = Table("protocol", "episodes", box=None)
+    for protocol in PROTOCOLS.values():
+        table.add_row(protocol.name, protocol.meaning.replace("`", ""))
     show_table(table)

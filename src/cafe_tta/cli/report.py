@@ -21,14 +21,30 @@ _STYLES = {"best": "bold", "second": "underline"}
 def report(
     results: Annotated[list[Path], typer.Argument(help="Folders or files of results. Several are joined.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the report.", show_default="RESULTS/report", dir_okay=True)
+        Path | None,
+        typer.Option(
+            help="Folder for the report; with --leaderboard, the file.", show_default="RESULTS/report", dir_okay=True
+        ),
     ] = None,
-    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="Show the paper's numbers beside ours.")] = True,
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="Show published numbers beside ours.")] = True,
+    against: Annotated[
+        str | None,
+        typer.Option(help="A row: shows how far all others are from it, by image and by seed, with intervals."),
+    ] = None,
+    leaderboard: Annotated[
+        bool,
+        typer.Option(
+            "--leaderboard", help="Instead, one page that lists every method in every setting, and can be sorted."
+        ),
+    ] = False,
 ) -> None:
     """Make tables, figures and a page from the results of a benchmark."""
     from cafe_tta.bench import report as bench
 
-    made = bench.make(results, with_paper=paper)
+    if leaderboard:
+        print(f"written: {bench.leaderboard.write(results, output or Path('leaderboard.html'))}")
+        return
+    made = bench.make(results, with_paper=paper, against=against)
     for note in made.notes:
         say(f"note: {note}")
     for shown in made.tables:

@@ -8,15 +8,25 @@ from typing import Any
 
 from cafe_tta import storage
 from cafe_tta.bench.records import Record, collect
-from cafe_tta.bench.report import figures
+from cafe_tta.bench.report import figures, leaderboard
+from cafe_tta.bench.report.beside import published_tables
 from cafe_tta.bench.report.columns import rows
 from cafe_tta.bench.report.figures import Drawing
 from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
 from cafe_tta.bench.report.page import to_html
-from cafe_tta.bench.report.tables import DISTANCES, Table, accuracy_tables, cost_tables, distance_table, sweep_table
+from cafe_tta.bench.report.paired import against_tables, corruption_tables
+from cafe_tta.bench.report.tables import (
+    DISTANCES,
+    Table,
+    accuracy_tables,
+    cost_tables,
+    distance_table,
+    metrics_tables,
+    sweep_table,
+)
 from cafe_tta.display import Displayed
 
-__all__ = ["Report", "make", "write"]
+__all__ = ["Report", "leaderboard", "make", "write"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +38,7 @@ class Report(Displayed):
     tables: tuple[Table, ...]
     notes: tuple[str, ...]
     with_paper: bool
+    against: str | None = None
 
     def facts(self) -> Mapping[str, Any]:
         tables = ", ".join(table.name for table in self.tables)
@@ -36,20 +47,29 @@ class Report(Displayed):
     @property
     def command(self) -> str:
         """The command that makes this report again."""
-        return shlex.join(["cafe-tta", "report", *map(str, self.paths), *([] if self.with_paper else ["--no-paper"])])
+        options = [] if self.with_paper else ["--no-paper"]
+        options += ["--against", self.against] if self.against else []
+        return shlex.join(["cafe-tta", "report", *map(str, self.paths), *options])
 
 
-def make(paths: str | Path | Sequence[str | Path], with_paper: bool = True) -> Report:
-    """Reads the records of folders or files, checks that they can be compared, and makes the tables that they fill."""
+def make(paths: str | Path | Sequence[str | Path], with_paper: bool = True, against: str | None = None) -> Report:
+    """Reads the records of folders or files, checks that they can be compared, and makes the tables that they fill.
+
+    `against` is a row: the differences of all others from it are then shown, with intervals.
+    """
     files = (Path(paths),) if isinstance(paths, (str, Path)) else tuple(map(Path, paths))
     records, notes = collect(files)
     tables = [
         *accuracy_tables(records, with_paper),
+        *(against_tables(records, against) if against else ()),
+        *metrics_tables(records),
+        *corruption_tables(records),
         sweep_table(records, with_paper),
         *(distance_table(records, kind) for kind in DISTANCES),
+        *(published_tables(records) if with_paper else ()),
         *cost_tables(records),
     ]
-    return Report(files, tuple(records), tuple(filter(None, tables)), tuple(notes), with_paper)
+    return Report(files, tuple(records), tuple(filter(None, tables)), tuple(notes), with_paper, against)
 
 
 def drawings(report: Report) -> list[Drawing]:

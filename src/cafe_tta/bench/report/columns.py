@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from cafe_tta import corruptions
 from cafe_tta.bench.experiments import DATASETS, MODES, Row
 from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import MAIN, Record
@@ -61,7 +62,7 @@ def columns(records: Iterable[Record], mode: str | None = None) -> list[Column]:
     dealt: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if mode in (None, record.mode):
-            dealt[record.mode, record.dataset, record.protocol].append(record)
+            dealt[record.mode, record.dataset, record.stream_name].append(record)
     made = []
     for key in sorted(dealt, key=lambda key: (rank(MODES, key[0]), rank(DATASETS, key[1]), rank(PROTOCOLS, key[2]))):
         column = Column(key[1], key[2], key[0], tuple(dealt[key]))
@@ -179,6 +180,34 @@ def accuracy(record: Record) -> float:
     return 100 * record.accuracy
 
 
+def by_corruption(records: Sequence[Record]) -> dict[str, Estimate]:
+    """Accuracy in per cent on each corruption: the mean over its severities, then over seeds."""
+    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for domain, share in record.by_domain.items():
+            values[corruption_of(domain)][record.seed].append(100 * share)
+    means = {
+        name: over_seeds({seed: statistics.fmean(v) for seed, v in seeds.items()}) for name, seeds in values.items()
+    }
+    return {name: value for name, value in means.items() if value}
+
+
+def corruption_of(domain: str) -> str:
+    """The corruption of a domain, without its severity.
+
+    >>> corruption_of("fog-5"), corruption_of("clean")
+    ('fog', 'clean')
+    """
+    name, _, severity = domain.rpartition("-")
+    return name if severity.isdigit() else domain
+
+
+def corruptions_of(column: Column) -> list[str]:
+    """The corruptions of a column, in the paper's order."""
+    names = {corruption_of(domain) for record in column.records for domain in record.by_domain}
+    return sorted(names, key=lambda name: rank(corruptions.NAMES, name))
+
+
 def ranks(values: Mapping[str, float], *, lowest: bool = False) -> dict[str, str]:
     """Which names are `best` and `second`. What looks equal in the table, with two decimals, ranks equal.
 
@@ -209,8 +238,13 @@ _SAME: dict[str, Callable[[Record], Any]] = {
     "corruption preset": lambda record: record.corruptions.get("preset"),
     "corruption seed": lambda record: record.corruptions.get("seed"),
     "frost textures (`frost_is_standard`)": lambda record: record.corruptions.get("frost_is_standard"),
+    "pace of the stream": lambda record: record.pace.get("setting"),
     "origin of the corrupted images (`official_files`)": lambda record: record.corruptions.get("official_files"),
 }
+
+
+# Hashes that records of versions up to 0.2.0 lack.
+_SOURCE_HASHES = {"digest": "source images", "chosen": "choice of source images"}
 
 
 def _check(column: Column) -> None:
@@ -226,15 +260,37 @@ def _check(column: Column) -> None:
     for records in dealt.values():
         words = "images and corruptions dealt (episode digest)"
         _check_equal(column, words, records, lambda record: record.episode.digest)
+        _check_equal(column, "corruptions of an episode", records, lambda record: record.episode.domains)
+        _check_once(column, records)
     for label, records in labelled.items():
         _check_equal(column, f"method under the label {label!r}", records, lambda record: record.method)
         for key in sorted({key for record in records for key in record.config}):
             _check_equal(column, f"option `{key}` of {label!r}", records, partial(_option, key))
         _check_equal(column, f"source statistics of {label!r}", records, _source)
+        for key, words in _SOURCE_HASHES.items():
+            known = [record for record in records if record.source.get(key) is not None]
+            _check_equal(column, f"{words} of {label!r}", known, partial(_source_fact, key))
 
 
 def _option(key: str, record: Record) -> Any:
     return record.config.get(key)
+
+
+def _source_fact(key: str, record: Record) -> Any:
+    return record.source.get(key)
+
+
+def _check_once(column: Column, records: Iterable[Record]) -> None:
+    """One run of a label, episode and seed: a second one would silently take the place of the first."""
+    seen: dict[str, Record] = {}
+    for record in records:
+        first = seen.setdefault(record.label, record)
+        if first is not record:
+            raise ValueError(
+                f"{column.name} ({column.mode}): {first.origin} and {record.origin} are both {record.label} with seed "
+                f"{record.seed} on {record.episode.name}, but differ in what they used of the source; report them "
+                "separately, or remove one of the two lines"
+            )
 
 
 def _source(record: Record) -> list[Any]:

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cafe_tta import corruptions
 from cafe_tta.bench.experiments import EXPERIMENTS, MODES, Row
 from cafe_tta.bench.paper import NOT_AVAILABLE, Accuracy, Published
 from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import Record
 from cafe_tta.bench.report.columns import (
     Column,
-    Estimate,
     accuracy,
+    by_corruption,
+    corruptions_of,
     estimates,
     main_columns,
     natural,
-    over_seeds,
     rank,
     rows,
     rows_of,
@@ -250,7 +249,7 @@ def draw_corruptions(records: Sequence[Record], styled: Styles) -> list[Drawing]
     """The appendix's figures: accuracy on each corruption, averaged over its severities."""
     drawings = []
     for column in main_columns(records):
-        names = _corruptions(column)
+        names = corruptions_of(column)
         if len(names) > 1:
             drawings.append(_per_corruption(column, names, styled))
     return drawings
@@ -286,18 +285,6 @@ def _per_corruption(column: Column, names: list[str], styled: Styles) -> Drawing
 def _name_along(axes: Any, positions: Sequence[float], names: Sequence[str], **look: Any) -> None:
     labels = [name.replace("_", " ") for name in names]
     axes.set_xticks(positions, labels, ha="right", rotation_mode="anchor", **look)
-
-
-def by_corruption(records: Sequence[Record]) -> dict[str, Estimate]:
-    """Accuracy in per cent on each corruption: the mean over its severities, then over seeds."""
-    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        for domain, share in record.by_domain.items():
-            values[_corruption(domain)][record.seed].append(100 * share)
-    means = {
-        name: over_seeds({seed: statistics.fmean(v) for seed, v in seeds.items()}) for name, seeds in values.items()
-    }
-    return {name: value for name, value in means.items() if value}
 
 
 def draw_cost(records: Sequence[Record], styled: Styles) -> list[Drawing]:
@@ -347,16 +334,6 @@ def _readable_log(axes: Any) -> None:
 
 def _small(style: Style) -> dict[str, Any]:
     return {**style.point(), "markersize": 0.68 * style.size, "markeredgewidth": 0.4 if style.filled else 0.9}
-
-
-def _corruption(domain: str) -> str:
-    name, _, severity = domain.rpartition("-")
-    return name if severity.isdigit() else domain
-
-
-def _corruptions(column: Column) -> list[str]:
-    names = {_corruption(domain) for record in column.records for domain in record.by_domain}
-    return sorted(names, key=lambda name: rank(corruptions.NAMES, name))
 
 
 # Feature groups: accuracy against k, and the sizes of the groups beside the size of a batch

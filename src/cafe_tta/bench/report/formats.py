@@ -114,7 +114,7 @@ def _latex_cell(cell: Cell) -> str:
     if cell.text == NOTHING:
         return "--"
     mean, _, std = cell.text.partition(" ± ")
-    number = mean.replace(",", "{,}")
+    number = mean.replace(", ", r",\ ").replace("○", r"\,\circ") if ", " in mean else mean.replace(",", "{,}")
     text = f"${number}_{{\\pm {std}}}$" if std else (escape_latex(mean) if mean == "N/A" else f"${number}$")
     return {"best": rf"\textbf{{\boldmath {text}}}", "second": rf"\underline{{{text}}}"}.get(cell.rank, text)
 

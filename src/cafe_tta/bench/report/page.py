@@ -12,7 +12,7 @@ from cafe_tta.bench.experiments import MODES
 from cafe_tta.bench.records import Record
 from cafe_tta.bench.report.columns import natural, rank, rows
 from cafe_tta.bench.report.figures import Drawing
-from cafe_tta.bench.report.tables import Cell, Table, count, short
+from cafe_tta.bench.report.tables import Cell, Table, code_text, count, short
 
 Lines = list[tuple[str, ...]]
 
@@ -85,11 +85,16 @@ def to_html(
         "answered by the model before or after the step that the batch caused.</p>",
         _plain(OPTIONS_HEAD, options_of(records)),
     ]
+    return document("Test-time adaptation: results", body)
+
+
+def document(title: str, body: Iterable[str], policy: str = "", style: str = "") -> str:
+    """A page of its own: what `policy` does not add to the rules is not loaded or executed."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Test-time adaptation: results</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{_CSS}{style}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + "\n</body>\n</html>\n"
     )
@@ -199,6 +204,7 @@ def what_was_run(records: Sequence[Record]) -> Lines:
     facts += [("data", text) for text in _distinct(_data(record) for record in records)]
     facts += [("corruptions", text) for text in _distinct(_words(record.corruptions) for record in records)]
     facts += [("source statistics", text) for text in _distinct(_source(record) for record in records)]
+    facts += [("code", text) for text in _distinct(code_text(r) for r in records if r.code.get("commit"))]
     facts += [("versions", text) for text in _distinct(_words(record.versions) for record in records)]
     facts += [("machine", text) for text in _distinct(_words(record.machine) for record in records)]
     facts += [("command", text) for text in _distinct(record.command for record in records)]

@@ -1,5 +1,6 @@
 """The tables: accuracy with the paper's numbers beside ours, the sweep over k, distances from the source, cost."""
 
+import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from cafe_tta.bench.report.columns import (
     Incomplete,
     Value,
     accuracy,
+    by_corruption,
     columns,
     estimates,
     main_columns,
@@ -105,7 +107,7 @@ class Table(Displayed):
 
 
 @dataclass
-class _Sheet:
+class Sheet:
     """A table that is filled column by column. Its lines have keys."""
 
     name: str
@@ -141,7 +143,7 @@ class _Sheet:
         return Table(self.name, title, stub, tuple(self.heads), lines, measurements=tuple(self.measurements), **texts)
 
 
-def _method_heads(lines: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+def method_heads(lines: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     return {row.label: (row.label, needs_text(row)) for row in lines}
 
 
@@ -181,7 +183,7 @@ def accuracy_tables(records: Sequence[Record], with_paper: bool) -> list[Table]:
 
 
 def _accuracy_table(name: str, title: str, made: list[Column], with_paper: bool) -> Table:
-    sheet, lines = _Sheet(name), rows_of(made)
+    sheet, lines = Sheet(name), rows_of(made)
     compared = [column for column in made if with_paper and any(printed(column, row) for row in lines)]
     for column in made:
         ours, incomplete = estimates(column, lines, accuracy)
@@ -201,7 +203,7 @@ def _accuracy_table(name: str, title: str, made: list[Column], with_paper: bool)
         sheet.remarks += gaps(column, lines, ours, incomplete) + warnings(column)
         sheet.remarks += unlike_the_paper(column) if column in compared else []
     about = tuple(map(describe_column, made))
-    return sheet.table(title, ("method", "needs"), _method_heads(lines), caption=_caption(made, lines), about=about)
+    return sheet.table(title, ("method", "needs"), method_heads(lines), caption=_caption(made, lines), about=about)
 
 
 def printed(column: Column, row: Row) -> Published:
@@ -209,10 +211,15 @@ def printed(column: Column, row: Row) -> Published:
 
     None for corruptions that the paper does not have.
     """
-    names = column.first.corruptions.get("names") or corruptions.NAMES
-    if row.label != row.method or set(names).isdisjoint(corruptions.NAMES):
+    if row.label != row.method or not has_usual_corruptions(column):
         return None
     return paper.published(column.dataset, column.protocol, column.mode, row.method)
+
+
+def has_usual_corruptions(column: Column) -> bool:
+    """Whether any of its corruptions are among the 15 that numbers are published for."""
+    names = column.first.corruptions.get("names") or corruptions.NAMES
+    return not set(names).isdisjoint(corruptions.NAMES)
 
 
 def _caption(made: Sequence[Column], lines: Sequence[Row]) -> str:
@@ -229,7 +236,7 @@ def _caption(made: Sequence[Column], lines: Sequence[Row]) -> str:
 
 def summary_table(column: Column) -> Table:
     """One column in short: accuracy, distance from the source, time."""
-    lines, sheet = rows(column.records), _Sheet("summary")
+    lines, sheet = rows(column.records), Sheet("summary")
     sheet.heads = [("accuracy %",), ("Fréchet distance",), ("ms / image",)]
     shares, _ = estimates(column, lines, accuracy)
     left, _ = estimates(column, lines, lambda record: record.frechet_after)
@@ -241,7 +248,7 @@ def summary_table(column: Column) -> Table:
         sheet.put(row.label, f"{cost(column.of(row.label)).milliseconds_per_image:.2f}")
     images, domains, seeds = column.images[-1], count(len(column.domains), "domain"), count(len(column.seeds), "seed")
     title = f"{column.name}, {column.mode}: {images:,} images, {domains}, {seeds}"
-    heads = _method_heads(lines)
+    heads = method_heads(lines)
     return sheet.table(title, ("method", "needs from the source"), heads, caption=_caption([column], lines))
 
 
@@ -287,7 +294,7 @@ def sweep_table(records: Sequence[Record], with_paper: bool) -> Table | None:
     made = sweeps(records)
     if not made:
         return None
-    sheet = _Sheet("groups")
+    sheet = Sheet("groups")
     keys = sorted({point.key for _, points in made for point in points}, key=lambda key: (key[1], key[0]))
     for column, points in made:
         by_key = {point.key: point for point in points}
@@ -349,7 +356,7 @@ def distance_table(records: Sequence[Record], kind: str) -> Table | None:
     made = distance_columns(records, kind)
     if not made:
         return None
-    sheet, lines = _Sheet(kind), rows_of(made)
+    sheet, lines = Sheet(kind), rows_of(made)
     for column in made:
         sheet.heads += [(column.dataset, column.protocol, moment) for moment in MOMENTS]
         values = {moment: estimates(column, lines, distance(kind, moment))[0] for moment in MOMENTS}
@@ -363,7 +370,7 @@ def distance_table(records: Sequence[Record], kind: str) -> Table | None:
         sheet.remarks += gaps(column, lines, values["after"], {})
     caption = f"{made[0].mode.capitalize()}. Mean ± standard deviation over seeds. Smallest after adapting in bold."
     about = tuple(map(describe_column, made))
-    return sheet.table(DISTANCES[kind], ("method", "needs"), _method_heads(lines), caption=caption, about=about)
+    return sheet.table(DISTANCES[kind], ("method", "needs"), method_heads(lines), caption=caption, about=about)
 
 
 # What the methods cost
@@ -379,6 +386,10 @@ class Cost:
     steps: int
     refused: int
     peak_memory_mb: float | None
+    run_memory_mb: float | None
+    forward: float | None  # passes of an image through the network, as counted
+    backward: float | None
+    missed: float | None  # share of the images that came while the method was busy; None where the stream waited
 
     @property
     def milliseconds_per_image(self) -> float:
@@ -390,15 +401,29 @@ class Cost:
 
 
 def cost(records: Sequence[Record]) -> Cost:
-    peaks = [record.peak_memory_mb for record in records if record.peak_memory_mb is not None]
+    images = sum(record.episode.images for record in records)
     return Cost(
         runs=len(records),
-        images=sum(record.episode.images for record in records),
+        images=images,
         seconds=math.fsum(record.seconds for record in records),
         steps=sum(record.steps for record in records),
         refused=sum(record.refused for record in records),
-        peak_memory_mb=max(peaks, default=None),
+        peak_memory_mb=_largest(record.peak_memory_mb for record in records),
+        run_memory_mb=_largest(record.run_memory_mb for record in records),
+        forward=_each(images, [record.forward_images for record in records]),
+        backward=_each(images, [record.backward_images for record in records]),
+        missed=_each(images, [record.pace.get("missed") for record in records]),
     )
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _each(images: int, counts: Sequence[int | None]) -> float | None:
+    """A count for each image; None where a record does not have it."""
+    known = [count for count in counts if count is not None]
+    return sum(known) / images if known and len(known) == len(counts) else None
 
 
 # Heading, name in the CSV file, value, format.
@@ -414,6 +439,81 @@ _COSTS: tuple[tuple[str, str, Callable[[Cost], float | None], str], ...] = (
 )
 
 
+def metrics_tables(records: Sequence[Record]) -> list[Table]:
+    """For each main column: what else was measured beside accuracy. Records of versions up to 0.2.0 have nothing."""
+    made = main_columns(records)
+    return [_metrics_table(c) for c in made if any(record.calibration_error is not None for record in c.records)]
+
+
+# Heading, name in the CSV file, value, format.
+_METRICS: tuple[tuple[str, str, Callable[[Cost], float | None], str], ...] = (
+    ("forward", "forward_passes", lambda cost: cost.forward, ".2f"),
+    ("backward", "backward_passes", lambda cost: cost.backward, ".2f"),
+    ("ms / image", "ms_per_image", lambda cost: cost.milliseconds_per_image, ".2f"),
+    ("memory [MB]", "run_memory_mb", lambda cost: cost.run_memory_mb, ",.0f"),
+)
+CALIBRATION = "calibration_error_percent"
+_MISSED = ("missed [%]", "missed_percent", lambda cost: None if cost.missed is None else 100 * cost.missed, ".1f")
+
+
+def _metrics_table(column: Column) -> Table:
+    sheet, lines = Sheet(f"metrics-{column.dataset}-{column.protocol}-{column.mode}"), rows(column.records)
+    for head, measure, values in _qualities(column, lines):
+        sheet.heads.append((head,))
+        best = ranked(lines, values, lowest=measure == CALIBRATION)
+        for row in lines:
+            value, rank = values.get(row.label), best.get(row.label, "")
+            sheet.put(row.label, value.text() if value else None, rank)
+            if value:
+                sheet.measured(column, row, measure, value, rank=rank)
+    limited = any(record.pace for record in column.records)
+    for head, measure, of_cost, form in (*_METRICS, *((_MISSED,) if limited else ())):
+        sheet.heads.append((head,))
+        for row in lines:
+            _put_cost(sheet, column, row, measure, of_cost, form)
+    return sheet.table(
+        f"Accuracy, calibration and cost: {column.name}, {column.mode}",
+        ("method", "needs"),
+        method_heads(lines),
+        caption=(
+            "ECE: expected calibration error of the answers, 15 bins. Forward and backward: passes of an image through "
+            "the network, as counted. Memory: the peak of the run, less what was in use when it began. Mean ± standard "
+            "deviation over seeds."
+        ),
+    )
+
+
+def _qualities(column: Column, lines: Sequence[Row]) -> list[tuple[str, str, dict[str, Estimate]]]:
+    """Heading, name in the CSV file, and the estimate of each row: of what has a spread over seeds."""
+    worst = {row.label: worst_corruption(column, row) for row in lines}
+    return [
+        ("accuracy [%]", "accuracy_percent", estimates(column, lines, accuracy)[0]),
+        ("ECE [%]", CALIBRATION, estimates(column, lines, calibration_error)[0]),
+        ("worst corruption [%]", "worst_corruption_percent", {label: w[1] for label, w in worst.items() if w}),
+    ]
+
+
+def _put_cost(
+    sheet: Sheet, column: Column, row: Row, measure: str, of_cost: Callable[[Cost], float | None], form: str
+) -> None:
+    own = column.of(row.label)
+    number, seeds = of_cost(cost(own)), tuple(sorted({record.seed for record in own}))
+    sheet.put(row.label, None if number is None else f"{number:{form}}")
+    if number is not None:
+        sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
+
+
+def calibration_error(record: Record) -> float | None:
+    """In per cent."""
+    return None if record.calibration_error is None else 100 * record.calibration_error
+
+
+def worst_corruption(column: Column, row: Row) -> tuple[str, Estimate] | None:
+    """The corruption on which a row is worst, and its accuracy there."""
+    found = by_corruption(column.of(row.label))
+    return min(found.items(), key=lambda item: item[1].mean, default=None)
+
+
 def cost_tables(records: Sequence[Record]) -> list[Table]:
     """One for each data set and mode of the main experiments."""
     dealt: dict[tuple[str, str], list[Record]] = {}
@@ -423,21 +523,16 @@ def cost_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _cost_table(column: Column) -> Table:
-    sheet, lines = _Sheet(f"cost-{column.dataset}-{column.mode}"), rows(column.records)
+    sheet, lines = Sheet(f"cost-{column.dataset}-{column.mode}"), rows(column.records)
     sheet.heads = [(head,) for head, *_ in _COSTS]
     for row in lines:
-        own = column.of(row.label)
-        spent, seeds = cost(own), tuple(sorted({record.seed for record in own}))
-        for _, measure, value, form in _COSTS:
-            number = value(spent)
-            sheet.put(row.label, None if number is None else f"{number:{form}}")
-            if number is not None:
-                sheet.measured(column, row, measure, Estimate(float(number), None, seeds))
+        for _, measure, of_cost, form in _COSTS:
+            _put_cost(sheet, column, row, measure, of_cost, form)
     machines = sorted({_machine(record) for record in column.records})
     return sheet.table(
         f"Cost on {column.dataset}, {column.mode}: all protocols and seeds together",
         ("method", "needs"),
-        _method_heads(lines),
+        method_heads(lines),
         caption="Time of adapting and answering; making the corrupted images is not counted.",
         about=(f"measured on: {'; '.join(machines)}",),
         notes=("measured on several machines: times cannot be compared",) if len(machines) > 1 else (),
@@ -491,8 +586,8 @@ def gaps(
 
 
 def warnings(column: Column) -> list[Remark]:
-    """Frost that is not the standard one, and steps that were refused."""
-    notes = []
+    """Frost that is not the standard one, steps that were refused, and runs that other code or source values made."""
+    notes = [(column.name, text) for text in _versions(column)]
     if column.first.corruptions.get("frost_is_standard") is False and any("frost" in name for name in column.domains):
         notes.append((column.name, "frost was made with stand-in textures, not with the standard ones"))
     for label in dict.fromkeys(record.label for record in column.records):
@@ -502,11 +597,38 @@ def warnings(column: Column) -> list[Remark]:
     return notes
 
 
+def _versions(column: Column) -> list[str]:
+    """What is not the same in all runs of a column, and need not be: the code, and the bits of source values."""
+    texts = []
+    commits = list(dict.fromkeys(code_text(record) for record in column.records if record.code.get("commit")))
+    if len(commits) > 1 or any(record.code.get("dirty") for record in column.records):
+        texts.append(f"made by the code of {', '.join(commits)}")
+    for label in dict.fromkeys(record.label for record in column.records):
+        values = {json.dumps(r.source["values"], sort_keys=True) for r in column.of(label) if "values" in r.source}
+        if len(values) > 1:
+            texts.append(f"the runs of {label} used {len(values)} versions of its source values")
+    return texts
+
+
+def code_text(record: Record) -> str:
+    """The commit that made a record.
+
+    >>> from types import SimpleNamespace
+    >>> code_text(SimpleNamespace(code={"commit": "0123456789abcdef0123", "dirty": True}))
+    'commit 0123456789 with changed files'
+    """
+    return f"commit {short(record.code.get('commit'))}{' with changed files' if record.code.get('dirty') else ''}"
+
+
 def unlike_the_paper(column: Column) -> list[Remark]:
     """How a column differs from the paper's: a reader must know before comparing the two."""
     setting = paper.SETTINGS.get(column.dataset)
-    if setting is None:
-        return []
+    differences = unlike(column, setting) if setting else []
+    return [(column.name, f"unlike the paper's: {'; '.join(differences)}")] if differences else []
+
+
+def unlike(column: Column, setting: paper.Setting) -> list[str]:
+    """How a column differs from a published setting, as far as both are known."""
     differences = []
     model = column.first.model.get("architecture")
     if model != setting.model:
@@ -521,7 +643,7 @@ def unlike_the_paper(column: Column) -> list[Remark]:
             differences.append(f"{ours} instead of {expected} of severity {', '.join(map(str, setting.severities))}")
         if not column.first.corruptions.get("official_files"):
             differences.append("generated corruptions instead of the published files")
-    return [(column.name, f"unlike the paper's: {'; '.join(differences)}")] if differences else []
+    return differences
 
 
 def merged(remarks: Iterable[Remark]) -> tuple[str, ...]:
