@@ -37,7 +37,7 @@ def expect_state(judged, expected):
 
 
 @pytest.mark.parametrize("check", checks.ALL, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("method", ["cafe", "cafe-plus", "tent", "t3a", "cotta", "bacs"])
+@pytest.mark.parametrize("method", ["cafe", "cafe-plus", "tent", "t3a", "rotta", "bacs"])
 def test_a_judged_adapter_keeps_the_contract_of_adapters(source, method, check):
     check(lambda: make(source, method, {"every": 1, "images": FEWEST}), source.corrupted)
 
@@ -115,7 +115,7 @@ def test_the_verdict_is_that_of_the_judge_on_the_validation_images(source):
         alone, last = copy.deepcopy(before.adapter), copy.deepcopy(before.adapter)
         alone(weather(64, 1))
         judge = Judge(cafe.Reference(source.needs["stats"]), 4)
-        kept = before.images
+        kept = before.validation.images
         with torch.no_grad():
             features = source.classifier.backbone(kept)
         theirs = judge.measure(features, source.classifier.head(features).detach())
@@ -147,14 +147,16 @@ def test_the_images_that_are_kept_are_bounded_and_of_the_stream(source):
     stream = [weather(32, seed) for seed in range(12)]
     for number, images in enumerate(stream):
         judged(images)
-        assert len(judged.images) == min(20, (number + 1) * 32 // WHILE_FILLING)
+        assert len(judged.validation.images) == min(20, (number + 1) * 32 // WHILE_FILLING)
     every = torch.cat(stream)
-    found = [int((every == image).flatten(1).all(1).nonzero()[0]) for image in judged.images]
+    found = [int((every == image).flatten(1).all(1).nonzero()[0]) for image in judged.validation.images]
     assert len(set(found)) == 20
     assert any(index >= 11 * 32 for index in found) and any(index < 10 * 32 for index in found)
     assert sum(index % WHEN_FULL == 0 for index in found) >= 10
     with torch.no_grad():
-        assert torch.allclose(judged.source_features, source.classifier.backbone(judged.images), atol=1e-6)
+        assert torch.allclose(
+            judged.validation.features, source.classifier.backbone(judged.validation.images), atol=1e-6
+        )
 
 
 def test_images_of_another_size_take_the_place_of_all(source):
@@ -162,16 +164,19 @@ def test_images_of_another_size_take_the_place_of_all(source):
     judged(weather(64))
     larger = torch.nn.functional.interpolate(weather(64, 1), scale_factor=2)
     judged(larger)
-    assert judged.images.shape[2:] == (20, 20) and len(judged.images) == len(judged.source_features) > 0
+    assert (
+        judged.validation.images.shape[2:] == (20, 20)
+        and len(judged.validation.images) == len(judged.validation.features) > 0
+    )
     judged(larger)
-    assert len(judged.images) > FEWEST
+    assert len(judged.validation.images) > FEWEST
 
 
 def test_single_images_are_judged_when_there_are_enough(source):
     judged = make(source, "cafe-plus", {"every": 16, "images": FEWEST})
     for image in weather(80).split(1):
         judged(image)
-    assert judged.counters.images == 80 and len(judged.images) == FEWEST
+    assert judged.counters.images == 80 and len(judged.validation.images) == FEWEST
 
 
 def test_drift_tells_clean_from_corrupted_images(source):
@@ -191,7 +196,7 @@ def test_a_saved_judged_adapter_goes_on_as_if_it_had_not_been_saved(source, tmp_
     judged = make(source, judged={"every": 64}, lr=0.02)
     for seed in range(5):
         judged(weather(32, seed))
-    assert judged.unchecked  # between two checks
+    assert judged.validation.unchecked  # between two checks
     judged.save(tmp_path / "state.safetensors")
     again = make(source, judged={"every": 64}, lr=0.02)
     again.load(tmp_path / "state.safetensors")
@@ -212,7 +217,7 @@ def test_states_are_exchanged_with_adapters_that_are_not_judged(source, tmp_path
     plain.save(tmp_path / "plain.safetensors")
     again = make(source)
     again.load(tmp_path / "plain.safetensors")
-    assert len(again.images) == 0 and again.counters == plain.counters
+    assert len(again.validation.images) == 0 and again.counters == plain.counters
     spoil(again)
     again(weather(64, 2))
     assert again.report.rolled_back

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from cafe_tta import storage
 from cafe_tta.adapter import STATE_KIND, STATE_VERSION, Adapter, copied
-from cafe_tta.classifier import describe_difference, evaluating
+from cafe_tta.classifier import SplitClassifier, describe_difference, evaluating
 from cafe_tta.judge import FEWEST, Figures, Judge
 from cafe_tta.source import Reference, SourceStats
+from cafe_tta.unmixing import Unmixer
 
 VALIDATION_IMAGES, EVERY = 64, 512
 WHILE_FILLING, WHEN_FULL = 4, 16  # one image of so many becomes a validation image
@@ -30,7 +31,8 @@ class Judged(Adapter):
     model. Where it is worse, it is again what it was at the last check; or, if that has turned out worse than the
     source model by now, the best so far or the source model. `report.rolled_back` and `report.reason` tell, and the
     batch is answered by the model that it was rolled back to. `stats` are those of the adapter, if not given; without
-    any, only collapse, guesses and infinite answers are noticed.
+    any, only collapse, guesses and infinite answers are noticed. `save` keeps the validation images in the file, so
+    that the adapter goes on as if it had not been saved; `judged.adapter.save` keeps no image.
 
     >>> from cafe_tta import FeatureStats, create, split_classifier
     >>> classifier = split_classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -45,7 +47,12 @@ class Judged(Adapter):
     """
 
     def __init__(
-        self, adapter: Adapter, stats: SourceStats | None = None, *, images: int = VALIDATION_IMAGES, every: int = EVERY
+        self,
+        adapter: Adapter,
+        stats: SourceStats | Reference | None = None,
+        *,
+        images: int = VALIDATION_IMAGES,
+        every: int = EVERY,
     ) -> None:
         nn.Module.__init__(self)  # everything else is the wrapped adapter's
         if not isinstance(adapter, Adapter) or isinstance(adapter, Judged):
@@ -58,10 +65,12 @@ class Judged(Adapter):
             raise ValueError(f"expected an adapter in one process, but this one is a rank of {adapter.ranks.size}")
         own = adapter._source.value
         stats = own if stats is None and isinstance(own, SourceStats) else stats
-        if stats is not None and (difference := describe_difference(stats.meta, adapter._identity)):
-            raise ValueError(f"the source statistics do not belong to this classifier: {difference}")
+        if isinstance(stats, SourceStats):
+            if difference := describe_difference(stats.meta, adapter._identity):
+                raise ValueError(f"the source statistics do not belong to this classifier: {difference}")
+            stats = Reference(stats)
         self.adapter, self.capacity, self.every = adapter, images, every
-        self.judge = Judge(None if stats is None else Reference(stats), adapter.classifier.num_classes)
+        self.judge = Judge(stats, adapter.classifier.num_classes)
         with torch.inference_mode(False), adapter.source_weights():
             self.source = copy.deepcopy(adapter.classifier).requires_grad_(False)
         for name in ("needs", "adapts", "distributed", "in_tables", "traits", "remark", "Config", "presets"):
@@ -77,8 +86,12 @@ class Judged(Adapter):
     @property
     def drift(self) -> float | None:
         """How far the validation images are from the source images: 1 is like them. None where that is not known."""
-        reference = self.judge.reference
-        return None if reference is None or not len(self.images) else reference.drift(self.source_features)
+        reference, features = self.judge.reference, self.validation.features
+        return None if reference is None or not len(features) else reference.drift(features)
+
+    @property
+    def clusters(self) -> Unmixer | None:
+        return self.adapter.clusters
 
     # Like any adapter
 
@@ -97,6 +110,9 @@ class Judged(Adapter):
         self.adapter.reset()
         self._begin()
 
+    def wants_more(self) -> bool:
+        return self.adapter.wants_more()
+
     def export(self) -> nn.Module:
         return self.adapter.export()
 
@@ -105,7 +121,7 @@ class Judged(Adapter):
 
     def facts(self) -> Mapping[str, Any]:
         drift = "" if self.drift is None else f"{self.drift:.2f}"
-        return {**self.adapter.facts(), "judged on": f"{len(self.images)} images", "drift": drift}
+        return {**self.adapter.facts(), "judged on": f"{len(self.validation.images)} images", "drift": drift}
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continues where `save` left off, also that of an adapter that was not judged."""
@@ -114,8 +130,8 @@ class Judged(Adapter):
 
     def state(self) -> State:
         """That of the wrapped adapter, the validation images, and the states to go back to that differ from it."""
-        own = {f"{PREFIX}{name}": tensor for name, tensor in self._own_buffers().items()}
-        if self.unchecked:
+        own = {f"{PREFIX}{name}": tensor for name, tensor in self.validation.named_buffers()}
+        if self.validation.unchecked:
             own |= {f"{PREFIX}last.{name}": tensor for name, tensor in self._last.items()}
         if self._best is not self._last:
             own |= {f"{PREFIX}best.{name}": tensor for name, tensor in self._best.items()}
@@ -134,24 +150,17 @@ class Judged(Adapter):
     def _set_own(self, tensors: Mapping[str, Tensor]) -> None:
         """The part of a state that is not the wrapped adapter's; what the state does not have begins here."""
         self._begin()
-        for name, buffer in self._own_buffers().items():
+        for name, buffer in self.validation.named_buffers():
             if (found := tensors.get(f"{PREFIX}{name}")) is not None:
-                setattr(self, name, nn.Buffer(found.to(buffer).clone()))
+                setattr(self.validation, name, nn.Buffer(found.to(buffer).clone()))
         if last := _part(tensors, "last."):
             self._last = self._best = last
         self._best = _part(tensors, "best.") or self._last
 
     def _begin(self) -> None:
         """No images yet; what the adapter is now is the best so far."""
-        weight = self.adapter.classifier.head.weight
-        none = weight.detach().new_zeros(0)
-        self.images, self.source_features, self.source_logits = nn.Buffer(none), nn.Buffer(none), nn.Buffer(none)
-        self.seen = nn.Buffer(torch.tensor(0))  # images of the stream
+        self.validation = _Validation(self.adapter.classifier.head.weight)
         self._last = self._best = copied(self.adapter.state())  # at the last check; the best of all checks
-        self._checked()
-
-    def _checked(self) -> None:
-        self.unchecked, self.steps = nn.Buffer(torch.tensor(0)), nn.Buffer(torch.tensor(0))  # images, and their steps
 
     # Judging
 
@@ -160,25 +169,25 @@ class Judged(Adapter):
         assert report is not None
         if report.refused:  # such a batch leaves no trace
             return logits
-        self.unchecked = nn.Buffer(self.unchecked + len(images))
-        self.steps = nn.Buffer(self.steps + int(report.stepped))
-        first = len(self.images) < FEWEST  # there are none yet but these to judge on
+        kept = self.validation
+        kept.count(len(images), report.stepped)
+        first = len(kept.images) < FEWEST  # there are none yet but these to judge on
         if first:
-            self._keep(images)
-        if self.steps and self.unchecked >= self.every and len(self.images) >= FEWEST:
+            kept.keep(images, self.source, self.capacity)
+        if kept.steps and kept.unchecked >= self.every and len(kept.images) >= FEWEST:
             if why := self._check():
-                self.adapter.counters.rolled_back += int(self.steps)
+                self.adapter.counters.rolled_back += int(kept.steps)
                 report = replace(report, stepped=False, rolled_back=True, reason=f"rolled back: {why}")
                 logits = self.features_as_answered(images)[1]
-            self._checked()
+            kept.checked()
         if not first:
-            self._keep(images)
+            kept.keep(images, self.source, self.capacity)
         self.adapter.report = replace(report, drift=self.drift if report.drift is None else report.drift)
         return logits
 
     def _check(self) -> str:
         """Accepts what was adapted since the last check; or rolls it back, and says why."""
-        source = self.judge.measure(self.source_features, self.source_logits)
+        source = self.judge.measure(self.validation.features, self.validation.logits)
         now, ours = copied(self.adapter.state()), self._figures()
         figures = {id(now): ours}
 
@@ -196,10 +205,12 @@ class Judged(Adapter):
         why = self.judge.objection(ours, others)
         if not why and self.judge.better(ours, measured(self._best)):
             self._best = now
-        harmless = (
-            s for s in (self._last, self._best) if not self.judge.worse(measured(s), source, "the source model")
-        )
-        back = next(harmless, None) if why else now
+        back: State | None = now
+        if why:
+            harmless = (
+                state for state in (self._last, self._best) if not self.judge.worse(measured(state), source, "")
+            )
+            back = next(harmless, None)
         if back is None:
             self._back_to_source()
         else:
@@ -214,26 +225,49 @@ class Judged(Adapter):
         self._last = self._best = copied(self.adapter.state())
 
     def _figures(self) -> Figures:
-        return self.judge.measure(*self.adapter.features_as_answered(self.images))
+        return self.judge.measure(*self.adapter.features_as_answered(self.validation.images))
 
-    def _keep(self, images: Tensor) -> None:
+
+class _Validation(nn.Module):
+    """The validation images with the source model's answers, and what came since the last check.
+
+    A module of its own, so that its buffers cannot have the names of the wrapped adapter's.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        for name in ("images", "features", "logits"):
+            setattr(self, name, nn.Buffer(like.detach().new_zeros(0)))
+        self.seen = nn.Buffer(torch.tensor(0))  # images of the stream
+        self.checked()
+
+    images: Tensor
+    features: Tensor
+    logits: Tensor
+
+    def checked(self) -> None:
+        self.unchecked, self.steps = nn.Buffer(torch.tensor(0)), nn.Buffer(torch.tensor(0))  # images, and their steps
+
+    def count(self, images: int, stepped: bool) -> None:
+        self.unchecked = nn.Buffer(self.unchecked + images)
+        self.steps = nn.Buffer(self.steps + int(stepped))
+
+    def keep(self, images: Tensor, source: SplitClassifier, capacity: int) -> None:
         """Makes some of the images validation images, in the place of others where there are enough."""
-        first, room = int(self.seen), self.capacity - len(self.images)
+        first, one_of = int(self.seen), WHILE_FILLING if len(self.images) < capacity else WHEN_FULL
         self.seen = nn.Buffer(self.seen + len(images))
-        one_of = WHILE_FILLING if room > 0 else WHEN_FULL
-        new = images[-first % one_of :: one_of][: self.capacity]
+        new = images[-first % one_of :: one_of][:capacity]
         if not len(new):
             return
-        with evaluating(self.source):
-            features, logits = self.source.features_and_logits(new)
+        with evaluating(source):
+            features, logits = source.features_and_logits(new)
         good = torch.isfinite(features).all(1) & torch.isfinite(logits).all(1)
-        new, features, logits = new[good], features[good], logits[good]
-        random = torch.Generator().manual_seed(first)
         alike = self.images.shape[1:] == new.shape[1:]  # images of another size take the place of all
-        stay = torch.randperm(len(self.images), generator=random)[: self.capacity - len(new) if alike else 0]
-        self.images = _joined(self.images, stay, new)
-        self.source_features = _joined(self.source_features, stay, features)
-        self.source_logits = _joined(self.source_logits, stay, logits)
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(first))
+        stay = order[: capacity - int(good.sum()) if alike else 0]
+        self.images = _joined(self.images, stay, new[good])
+        self.features = _joined(self.features, stay, features[good])
+        self.logits = _joined(self.logits, stay, logits[good])
 
 
 def _joined(old: Tensor, stay: Tensor, new: Tensor) -> nn.Buffer:
