@@ -799,9 +799,9 @@ def test_a_run_ends_with_one_sentence(made, tmp_path):
     changed = summary["changed"]
     assert changed["of"] == 60 and summary["answers"] == "adapted" and summary["worse"] is None
     assert summary["verdict"] == (
-        f"The images differ a little from the source images (drift {before:.2f}; 1 is like them); adapting brought their "
-        f"features closer to the source's (drift {after:.2f}) and changed the answer to {changed['images']} of 60 "
-        f"images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing speaks "
+        f"The images differ a little from the source images (drift {before:.2f}; 1 is like them); adapting brought "
+        f"their features closer to the source's (drift {after:.2f}) and changed the answer to {changed['images']} of "
+        f"60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing speaks "
         "against."
     )
 
@@ -911,7 +911,10 @@ def test_a_state_that_does_not_fit_is_refused(made, tmp_path):
     for flags, text in (
         (("--apply", state, "--method", "tent"), "is a state of 'cafe-plus', but `method` is 'tent'; leave it out"),
         (("--state", state, "--set", "lr=7"), "was saved with other options: lr=0.002 there, 7.0 here; leave them out"),
-        (("--state", state, "--apply", state), "expected --state, to go on adapting, or --apply, to only answer"),
+        (
+            ("--state", state, "--apply", state),
+            "expected `state`, to go on adapting, or `apply`, to only",
+        ),
         (("--apply", stats), "expected an adapter-state file, but it holds 'source-stats'"),
         (("--apply", tmp_path / "none"), "expected an adapter-state file"),
         (("--apply", state, "--image-size", 64), "was made of images at 32 px"),

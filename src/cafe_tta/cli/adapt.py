@@ -1,22 +1,64 @@
 """`cafe-tta adapt`: a class for every image of a folder, by a model that adapts to them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cafe_tta import data
+from cafe_tta.adapter import Adapter
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
 from cafe_tta.cli.flags import Given, command
 from cafe_tta.data.options import DataOptions
-from cafe_tta.methods.choice import MethodOptions
+from cafe_tta.methods.choice import Chosen, MethodOptions
 from cafe_tta.models import ModelOptions
+from cafe_tta.options import Options, option
 from cafe_tta.runs import FolderRun, RunOptions, Stopped
 from cafe_tta.runs.folder import check_output, check_sheet, digest
 from cafe_tta.runs.results import CLUSTERS, SHEET
 from cafe_tta.source import Reference
+
+
+@dataclass(frozen=True)
+class AdapterOptions(Options):
+    """What the adapter of `cafe-tta adapt` begins with."""
+
+    batch_size: int | None = option(None, "Images per batch; by default the method's.", least=1)
+    state: Path | None = option(
+        None,
+        "Go on from the state.safetensors of an earlier run. Method, options and source values are in it.",
+        metavar="FILE",
+    )
+    apply: Path | None = option(
+        None,
+        "Answer with the state.safetensors of an earlier run, in evaluation mode: nothing adapts.",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state is not None and self.apply is not None:
+            raise ValueError("expected `state`, to go on adapting, or `apply`, to only answer, but got both")
+
+    @property
+    def file(self) -> Path | None:
+        return self.state or self.apply
+
+    def adapter(
+        self, method: MethodOptions, model: ModelOptions, options: RunOptions, given: Given
+    ) -> tuple[Chosen, Adapter]:
+        """The adapter, and what it is made of."""
+        size = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        if self.file is not None:
+            chosen, adapter = method.load_state(self.file, model, options.seed, given)
+            adapter.config = replace(adapter.config, **size)
+            return chosen, adapter
+        config = method.config(**size)
+        check_sheet(options, method.method, config)
+        chosen = method.load(model, options.seed)
+        return chosen, method.adapter(chosen.model, chosen.sources, config)
 
 
 @command()
@@ -24,29 +66,10 @@ def adapt(
     model: ModelOptions,
     images: DataOptions,
     method: MethodOptions,
+    begin: AdapterOptions,
     options: RunOptions,
     given: Given,
     output: Annotated[Path, typer.Option(help="Folder for the results.", show_default=False)],
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Images per batch; by default the method's.", show_default=False),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Go on from the state.safetensors of an earlier run. Method, options and source values are in it.",
-            show_default=False,
-        ),
-    ] = None,
-    apply: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Answer with the state.safetensors of an earlier run, in evaluation mode: nothing adapts.",
-            show_default=False,
-        ),
-    ] = None,
 ) -> None:
     """Classify the images of a folder with a model that adapts to them. Needs no labels.
 
@@ -56,19 +79,8 @@ def adapt(
 
     Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv; with --sheet also clusters.png and clusters.csv. Ends with a sentence: which shift was seen, what adapting changed, and whose answers are given. Labels of class folders are only used to report the accuracy.
     """  # noqa: E501 - a line break here would be one in the help
-    if state is not None and apply is not None:
-        raise ValueError("expected --state, to go on adapting, or --apply, to only answer, but got both")
     check_output(output, options)
-    sizes = {} if batch_size is None else {"batch_size": batch_size}
-    start = state or apply
-    if start is None:
-        config = method.config(**sizes)
-        check_sheet(options, method.method, config)
-        chosen = method.load(model, options.seed)
-        adapter = method.adapter(chosen.model, chosen.sources, config)
-    else:
-        chosen, adapter = method.load_state(start, model, options.seed, given)
-        adapter.config = replace(adapter.config, **sizes)
+    chosen, adapter = begin.adapter(method, model, options, given)
     stats = chosen.sources.get("stats")
     run = FolderRun(
         chosen.model,
@@ -77,10 +89,10 @@ def adapt(
         output,
         options,
         reference=None if stats is None else Reference(stats),
-        sources={} if start is not None else _digests(method, chosen.sources),
+        sources=_digests(method, chosen.sources) if begin.file is None else {},
         workers=images.workers,
-        state=None if start is None else digest([start.read_bytes()]),
-        apply=apply is not None,
+        state=None if begin.file is None else digest([begin.file.read_bytes()]),
+        apply=begin.apply is not None,
     )
     if run.finished():
         _again(run)
