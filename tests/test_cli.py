@@ -801,8 +801,8 @@ def test_a_run_ends_with_one_sentence(made, tmp_path):
     assert summary["verdict"] == (
         f"The images differ a little from the source images (drift {before:.2f}; 1 is like them); adapting brought "
         f"their features closer to the source's (drift {after:.2f}) and changed the answer to {changed['images']} of "
-        f"60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing speaks "
-        "against."
+        f"60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing "
+        "speaks against."
     )
 
 

@@ -187,6 +187,10 @@ def test_drift_tells_clean_from_corrupted_images(source):
         bad(weather(60, seed, gain=0.5, bias=1.5))
     assert 0.6 < clean.drift < 1.4 and bad.drift > 2 * clean.drift
     assert clean.report.drift == clean.drift
+    gated = make(source, gate=True).adapter
+    assert gated.drift is None
+    gated(weather(60))
+    assert gated.drift == gated.report.drift > 1
 
 
 # Saving

@@ -221,6 +221,14 @@ class Adapter(Displayed, nn.Module):
         """The clusters of images that are corrupted alike; None where the method does not unmix."""
         return self.normaliser.unmixer
 
+    @property
+    def drift(self) -> float | None:
+        """How far the images of the last batch are from the source images: 1 is like them. None where nobody looked.
+
+        The source classifier looks at a batch with `gate`, where the method does not unmix; with `Judged`, always.
+        """
+        return None if self.report is None else self.report.drift
+
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""
         raise NotImplementedError

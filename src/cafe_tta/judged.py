@@ -85,7 +85,7 @@ class Judged(Adapter):
 
     @property
     def drift(self) -> float | None:
-        """How far the validation images are from the source images: 1 is like them. None where that is not known."""
+        """How far the validation images are from the source images: 1 is like them. None without statistics."""
         reference, features = self.judge.reference, self.validation.features
         return None if reference is None or not len(features) else reference.drift(features)
 
