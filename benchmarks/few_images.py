@@ -4,10 +4,10 @@ python benchmarks/few_images.py
 python benchmarks/few_images.py --model timm:resnet26 --weights W.safetensors --size 32 --source-data arrays:TRAIN \
     --data arrays:TEST --small 1000
 
-The test images are dealt into folders of n images, and each folder is answered on its own, by the default method: in
-Python, `adapter(images)` in batches of its default size; and as `cafe-tta adapt` does, which also judges the steps and
-may give the source model's answers instead (docs/when-not-to-adapt.md). Clean images; fog at severity 5; and a mixture
-of the 15 corruptions at severity 5. Accuracy in %, over all folders of a size together.
+The test images are dealt into folders of n images, and each folder is answered on its own, by the default method (or
+another one, with `--method`): in Python, by `adapter(images)` in batches of its default size; and as `cafe-tta adapt`
+does, which also judges the steps and may give the source model's answers instead (docs/when-not-to-adapt.md). Clean
+images; fog at severity 5; and a mixture of the 15 corruptions at severity 5. Accuracy in %, over all folders of a size.
 """
 
 import argparse
@@ -39,6 +39,10 @@ class Setting:
     stats: cafe.SourceStats
     pixels: Images
     labels: Tensor
+    method: str = MethodOptions().method
+
+    def adapter(self) -> cafe.Adapter:
+        return cafe.create(self.method, self.model.classifier, self.stats)
 
     def of_kind(self, kind: str, count: int) -> Images:
         """The first test images, clean or corrupted."""
@@ -66,8 +70,7 @@ class Setting:
 
 def of_library(setting: Setting, images: Tensor, size: int) -> int:
     """Right answers of `adapter(images)`, each folder on its own."""
-    adapter = cafe.create(MethodOptions().method, setting.model.classifier, setting.stats)
-    right = 0
+    adapter, right = setting.adapter(), 0
     for first in range(0, len(images), size):
         adapter.reset()
         parts = images[first : first + size].split(adapter.config.batch_size)
@@ -81,11 +84,9 @@ def of_adapt(setting: Setting, pixels: Images, size: int) -> tuple[int, int]:
     for first in range(0, len(pixels), size):
         part = pixels[first : first + size]
         labels = setting.labels[first : first + size].numpy()
-        adapter = cafe.create(MethodOptions().method, setting.model.classifier, setting.stats)
+        images, reference = ArraySet("folder", part, labels), cafe.Reference(setting.stats)
         with tempfile.TemporaryDirectory() as output:
-            reference = cafe.Reference(setting.stats)
-            run = runs.FolderRun(setting.model, adapter, ArraySet("folder", part, labels), output, reference=reference)
-            summary = run.run()
+            summary = runs.FolderRun(setting.model, setting.adapter(), images, output, reference=reference).run()
         right += round(summary["accuracy"] * summary["labelled_images"])
         of_source += summary["answers"] == "source"
     return right, of_source
@@ -103,12 +104,15 @@ def load(args: argparse.Namespace) -> Setting:
         batches = (loaded.preprocessing(source.images(part)) for part in np.array_split(np.arange(len(source)), 40))
         stats = cafe.FeatureStats.fit(classifier, batches, loaded.preprocessing).group()
     test = data.load(args.data)
-    order = np.random.default_rng(0).permutation(len(test))  # no folder has its images class by class
-    return Setting(model, stats, test.images(order.tolist()), torch.from_numpy(np.asarray(test.labels)[order]))
+    order = np.random.default_rng(0).permutation(len(test))
+    if args.by_class:
+        order = order[np.argsort(np.asarray(test.labels)[order], kind="stable")]
+    labels = torch.from_numpy(np.asarray(test.labels)[order])
+    return Setting(model, stats, test.images(order.tolist()), labels, args.method)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="the embedded digits, if not given")
     parser.add_argument("--weights")
     parser.add_argument("--source-data")
@@ -116,6 +120,13 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--mean", type=float, nargs=3)
     parser.add_argument("--std", type=float, nargs=3)
+    parser.add_argument("--method", default=MethodOptions().method)
+    parser.add_argument("--by-class", action="store_true", help="the images come class by class, not in random order")
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--kinds", nargs="+", default=["clean", "fog", "mixed"])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--small", type=int, default=100_000, help=f"images for folders of up to {SMALL}")

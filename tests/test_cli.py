@@ -795,12 +795,14 @@ def test_a_run_ends_with_one_sentence(made, tmp_path):
     result = adapt(made, tmp_path / "out")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert result.stdout.splitlines()[-1] == summary["verdict"]
-    before, after = summary["measured"]["drift"].values()
-    changed = summary["changed"]
+    before, after = summary["measured"]["group_frechet_distance"].values()
+    assert after < before
+    drift, changed = summary["measured"]["drift"]["before"], summary["changed"]
     assert changed["of"] == 60 and summary["answers"] == "adapted" and summary["worse"] is None
     assert summary["verdict"] == (
-        f"The images differ a little from the source images (drift {before:.2f}; 1 is like them); adapting brought "
-        f"their features closer to the source's (drift {after:.2f}) and changed the answer to {changed['images']} of "
+        f"The images differ a little from the source images (drift {drift:.2f}; 1 is like them); adapting brought "
+        f"their features closer to the source's (Fréchet distance {before:.3g} -> {after:.3g}) and changed the answer "
+        f"to {changed['images']} of "
         f"60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing "
         "speaks against."
     )

@@ -1,13 +1,14 @@
 """`Judged`: steps that make other images of the stream worse are taken back; otherwise it is the adapter it wraps."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import cafe_tta as cafe
 from cafe_tta import checks
-from cafe_tta.judge import Judge
+from cafe_tta.judge import Figures, Judge
 from cafe_tta.judged import FEWEST, WHEN_FULL, WHILE_FILLING
 
 
@@ -62,7 +63,7 @@ def test_a_harmful_step_is_taken_back_bit_for_bit_and_its_batch_answered_without
     images = weather(64)
     logits = judged(images)
     assert judged.report.rolled_back and not judged.report.stepped
-    assert judged.report.reason.startswith("rolled back: its Fréchet distance to the source is 1.")
+    assert judged.report.reason.startswith("rolled back: its alignment loss is ")
     assert judged.counters.steps == judged.counters.rolled_back == 1
     fresh = make(source, lr=50.0)
     expect_state(judged, fresh.adapter.state())
@@ -114,7 +115,7 @@ def test_the_verdict_is_that_of_the_judge_on_the_validation_images(source):
         judged(weather(64, 1))
         alone, last = copy.deepcopy(before.adapter), copy.deepcopy(before.adapter)
         alone(weather(64, 1))
-        judge = Judge(cafe.Reference(source.needs["stats"]), 4)
+        judge = Judge(cafe.Reference(source.needs["stats"]), 4, agree=True)
         kept = before.validation.images
         with torch.no_grad():
             features = source.classifier.backbone(kept)
@@ -122,6 +123,14 @@ def test_the_verdict_is_that_of_the_judge_on_the_validation_images(source):
         ours, earlier = (judge.measure(*one.features_as_answered(kept)) for one in (alone, last))
         worse = judge.worse(ours, theirs, "") or judge.worse(ours, earlier, "")
         assert judged.report.rolled_back == bool(worse), lr
+
+
+def test_one_distance_alone_takes_nothing_back(source):
+    judge = make(source).judge
+    far, near = Figures((2.0,), (1.0,), (0.1,), 4.0, True), Figures((1.0,), (1.0,), (0.1,), 4.0, True)
+    assert judge.worse(far, near, "it") == ""
+    assert judge.worse(replace(far, frechet=(2.0,)), near, "it") == "its alignment loss is 2.00 times that of it (2)"
+    assert Judge(judge.reference, 4).worse(far, near, "it") != ""  # the server is stricter
 
 
 def test_a_method_without_statistics_is_judged_by_collapse(source):

@@ -70,7 +70,7 @@ class Judged(Adapter):
                 raise ValueError(f"the source statistics do not belong to this classifier: {difference}")
             stats = Reference(stats)
         self.adapter, self.capacity, self.every = adapter, images, every
-        self.judge = Judge(stats, adapter.classifier.num_classes)
+        self.judge = Judge(stats, adapter.classifier.num_classes, agree=True)
         with torch.inference_mode(False), adapter.source_weights():
             self.source = copy.deepcopy(adapter.classifier).requires_grad_(False)
         for name in ("needs", "adapts", "distributed", "in_tables", "traits", "remark", "Config", "presets"):

@@ -28,6 +28,7 @@ class Measurement:
     frechet: tuple[float, float] | None
     accuracy: tuple[float, float] | None
     drift: tuple[float, float] | None = None  # 1: like the source images
+    group_frechet: tuple[float, float] | None = None  # the Fréchet distance summed over the feature groups
     like_source: bool | None = None  # whether the images look like the source images to the source model
     worse: str = ""  # why the adapted model is worse than the source model, as far as that shows without labels
     source_answers: Answers | None = None  # of the source model, without their probabilities
@@ -35,7 +36,7 @@ class Measurement:
     def summary(self) -> dict[str, Any]:
         """As JSON."""
         pairs = {"alignment": self.alignment, "frechet_distance": self.frechet, "accuracy": self.accuracy}
-        pairs |= {"drift": self.drift}
+        pairs |= {"drift": self.drift, "group_frechet_distance": self.group_frechet}
         named = {name: None if pair is None else {"before": pair[0], "after": pair[1]} for name, pair in pairs.items()}
         return {"images": self.images, **named}
 
@@ -62,7 +63,7 @@ def measure(
     loader = data.Loader(imageset, model.preprocessing, adapter.config.batch_size, order=order, workers=workers)
     before = _evaluate(model.classifier, loader)
     after = _evaluate(adapter, loader, as_answered)
-    judge = Judge(reference, model.classifier.num_classes)
+    judge = Judge(reference, model.classifier.num_classes, agree=True)
     figures = [judge.measure(passed.features, passed.logits) for passed in (before, after)]
 
     def pair(figure: Callable[[Tensor], float | None] | None) -> tuple[float, float] | None:
@@ -74,6 +75,7 @@ def measure(
         frechet=pair(None if reference is None else reference.full_frechet),
         accuracy=_both(_accuracy(before, labels), _accuracy(after, labels)),
         drift=pair(None if reference is None else reference.drift),
+        group_frechet=pair(None if reference is None else reference.frechet),
         like_source=None if reference is None else reference.looks_like_source(before.features),
         worse=judge.worse(figures[1], figures[0], "the source model") if len(before.indices) >= FEWEST else "",
         source_answers=answers_of(before.indices, before.logits, answer_type()),

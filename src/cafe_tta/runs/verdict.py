@@ -13,11 +13,11 @@ HARDLY = 1.1  # drift up to which images that may well be source images are said
 class Verdict:
     """Everything that the sentence tells.
 
-    >>> found = Measurement(900, None, None, None, drift=(3.416, 1.012), like_source=False)
+    >>> found = Measurement(900, None, None, None, (3.416, 1.012), group_frechet=(15.9, 2.8), like_source=False)
     >>> print(Verdict("cafe-plus", 900, found, changed=(414, 900), clusters=[500, 400], steps=4).sentence)
     The images differ from the source images (drift 3.42; 1 is like them), in 2 clusters of images that are corrupted
-    alike; adapting brought their features closer to the source's (drift 1.01) and changed the answer to 414 of 900
-    images (46%); predictions.csv has the adapted model's answers, which nothing speaks against.
+    alike; adapting brought their features closer to the source's (Fréchet distance 15.9 -> 2.8) and changed the answer
+    to 414 of 900 images (46%); predictions.csv has the adapted model's answers, which nothing speaks against.
     """
 
     method: str
@@ -79,14 +79,13 @@ class Verdict:
         return f"no step was taken{why}{f', and {differs}' if differs else ''}"
 
     def _closer(self) -> str:
-        found = self.measurement
-        if found is None or found.drift is None:
+        if self.measurement is None or self.measurement.group_frechet is None:
             return ""
-        before, after = found.drift
-        if abs(before - after) < 0.005:
-            return f"left their features as far from the source's (drift {after:.2f})"
-        way = "closer to" if after < before else "farther from"
-        return f"brought their features {way} the source's (drift {after:.2f})"
+        before, after = (f"{value:.3g}" for value in self.measurement.group_frechet)
+        if before == after:
+            return f"left their features as far from the source's (Fréchet distance {after})"
+        way = "closer to" if float(after) < float(before) else "farther from"
+        return f"brought their features {way} the source's (Fréchet distance {before} -> {after})"
 
     def _changed(self, verb: str) -> str:
         if self.changed is None:
