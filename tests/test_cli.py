@@ -23,6 +23,7 @@ from cafe_tta import METHODS, FeatureStats, SourceStats, corruptions, create, da
 from cafe_tta._install import libraries
 from cafe_tta.adapter import Adapter
 from cafe_tta.cli import app, console
+from cafe_tta.methods import load_adapter
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.options import Described, _Rule
@@ -292,13 +293,14 @@ def test_a_rise_of_the_alignment_loss_is_remarked_on():
     worse = Measurement(images=60, alignment=(1.0, 2.5), frechet=None, accuracy=None)
     better = replace(worse, alignment=(2.5, 1.0))
     early, late = Followed(batches=4, source_share=0.66), Followed(batches=40, source_share=0.01)
-    (text,) = measure_notes(worse, early, online=True, adapter=adapter, images=60)
+    (text,) = measure_notes(worse, early, adapter=adapter, images=60)
     assert "alignment loss of the model in evaluation mode rose from 1 to 2.5" in text
     assert "still 66% the source's after 4 batches" in text
-    (text,) = measure_notes(worse, late, online=True, adapter=adapter, images=60)
+    (text,) = measure_notes(worse, late, adapter=adapter, images=60)
     assert text.endswith("rose from 1 to 2.5")
-    assert not measure_notes(better, early, online=True, adapter=adapter, images=60)
-    assert measure_notes(better, early, online=False, adapter=adapter, images=60)
+    (text,) = measure_notes(better, early, adapter=adapter, images=60)
+    assert text.startswith("offline answers use BatchNorm's running statistics, which are still 66% the source's")
+    assert not measure_notes(better, late, adapter=adapter, images=60)
 
 
 # Stopping and going on
@@ -626,7 +628,7 @@ def test_batches_without_a_step_are_counted_with_the_reason(made, tmp_path):
     assert re.search(r"without a step +60 of 60 batches: a batch of 1 is too small to normalise with", result.stdout)
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["batches_without_step"] == 60 and summary["steps"] == 0
-    assert "nothing was adapted" in summary["notes"][0]
+    assert "; no step was taken (a batch of 1 is too small to normalise with (min_batch=2))" in summary["verdict"]
 
 
 def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
@@ -784,3 +786,152 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
             assert "does not belong to this classifier" in run(*serve, tmp_path / "state", code=2).stderr
         else:
             assert "continues with version 3 of snapshot-00000003" in run(*serve, tmp_path / "state").stdout
+
+
+# What a run came to
+
+
+def test_a_run_ends_with_one_sentence(made, tmp_path):
+    result = adapt(made, tmp_path / "out")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert result.stdout.splitlines()[-1] == summary["verdict"]
+    before, after = summary["measured"]["group_frechet_distance"].values()
+    assert after < before
+    drift, changed = summary["measured"]["drift"]["before"], summary["changed"]
+    assert changed["of"] == 60 and summary["answers"] == "adapted" and summary["worse"] is None
+    assert summary["verdict"] == (
+        f"The images differ a little from the source images (drift {drift:.2f}; 1 is like them); adapting brought "
+        f"their features closer to the source's (Fréchet distance {before:.3g} -> {after:.3g}) and changed the answer "
+        f"to {changed['images']} of "
+        f"60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing "
+        "speaks against."
+    )
+
+
+def test_both_answers_and_the_most_likely_classes_are_written_if_asked_for(made, tmp_path):
+    adapt(made, tmp_path / "out", "--both", "--top-k", 3, "--measure", 0)
+    adapt(made, tmp_path / "plain", "--measure", 0)
+    adapt(made, tmp_path / "source", "--method", "source", "--measure", 0)
+    rows, plain, source = (predictions(tmp_path / name) for name in ("out", "plain", "source"))
+    names = ["class", "confidence", "class_2", "confidence_2", "class_3", "confidence_3"]
+    assert list(rows[0]) == ["file", *names, *(f"adapted_{n}" for n in names), *(f"source_{n}" for n in names)]
+    assert [(r["class"], r["confidence"]) for r in rows] == [(r["class"], r["confidence"]) for r in plain]
+    assert all(row["adapted_class_2"] == row["class_2"] for row in rows)
+    assert [row["source_class"] for row in rows] == [row["class"] for row in source]
+    for row in rows:
+        shares = [float(row[f"source_confidence{rank}"]) for rank in ("", "_2", "_3")]
+        assert shares == sorted(shares, reverse=True) and sum(shares) <= 1.00001
+        assert len({row["source_class"], row["source_class_2"], row["source_class_3"]}) == 3
+    changed = sum(row["adapted_class"] != row["source_class"] for row in rows)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["changed"] == {"images": changed, "of": 60}
+    refused = adapt(made, tmp_path / "many", "--top-k", 11, code=2)
+    assert "expected `top_k` to be at most 10, the model's classes, but got 11" in refused.stderr
+
+
+HARMFUL = ("--method", "cafe", "--set", "lr=5", "--data", "digits:test", "--limit", 200)
+
+
+@pytest.mark.parametrize("both", [[], ["--both"]])
+def test_where_the_adapted_model_is_worse_the_source_model_answers(made, tmp_path, both):
+    adapt(made, tmp_path / "out", *HARMFUL, *both)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    adapt(made, tmp_path / "source", "--method", "source", *HARMFUL[4:])
+    given, source = predictions(tmp_path / "out"), predictions(tmp_path / "source")
+    assert [(r["class"], r["confidence"]) for r in given] == [(r["class"], r["confidence"]) for r in source]
+    assert summary["answers"] == "source" and summary["changed"]["images"] > 0
+    assert summary["accuracy"] == json.loads((tmp_path / "source/summary.json").read_text())["accuracy"]
+    why = "; predictions.csv has the source model's answers, because the adapted one is worse: its "
+    assert why + summary["worse"].removeprefix("its ") in summary["verdict"]
+
+
+def test_without_the_judge_the_adapted_model_answers_whatever_it_says(made, tmp_path):
+    adapt(made, tmp_path / "out", *HARMFUL, "--no-judge")
+    adapt(made, tmp_path / "source", "--method", "source", *HARMFUL[4:])
+    assert [r["class"] for r in predictions(tmp_path / "out")] != [r["class"] for r in predictions(tmp_path / "source")]
+    verdict = json.loads((tmp_path / "out/summary.json").read_text())["verdict"]
+    assert "has the adapted model's answers, although it is worse than the source model: its " in verdict
+
+
+def test_the_judge_takes_steps_back(made, tmp_path):
+    result = adapt(made, tmp_path / "out", *HARMFUL[:4], "--data", "digits:test", "--batch-size", 128)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["rolled_back_steps"] > 0
+    assert f"{summary['rolled_back_steps']} taken back by the judge" in result.stdout
+    names = load_file(tmp_path / "out/state.safetensors").keys()
+    assert not any(name.startswith("judged.") for name in names)  # no image of the user's
+
+
+# A saved state
+
+
+def test_a_state_answers_other_images_without_adapting(made, tmp_path):
+    adapt(made, tmp_path / "out")
+    model, state = made / "model/model.safetensors", tmp_path / "out/state.safetensors"
+    own = ("--model", model, "--data", made / "photos", "--measure", 20)
+    told = run("adapt", *own, "--apply", state, "--output", tmp_path / "applied").stdout
+    assert_same_tensors(state, tmp_path / "applied/state.safetensors")
+    adapter = load_adapter(state, models.load_classifier(models.ModelOptions(model)).classifier)
+    chosen = models.load_classifier(models.ModelOptions(model))
+    loader = data.Loader(data.load(str(made / "photos")), chosen.preprocessing, 16)
+    expected = torch.cat([adapter.predict(batch.images) for batch in loader.batches()]).argmax(1)
+    assert [int(row["class"]) for row in predictions(tmp_path / "applied")] == expected.tolist()
+    assert "cafe-plus, saved state" in told and "the saved state brought their features closer" in told
+
+
+def test_a_run_goes_on_from_a_state_as_if_it_had_not_ended(made, tmp_path):
+    flags = ("--data", "digits:test", "--measure", 0, "--no-judge", "--no-shuffle", "--batch-size", 64)
+    adapt(made, tmp_path / "first", *flags, "--limit", 128)
+    model = ("--model", made / "model/model.safetensors")
+    run("adapt", *model, *flags[:-2], "--state", tmp_path / "first/state.safetensors", "--output", tmp_path / "next")
+    classifier = models.load_classifier(models.ModelOptions(model[1]))
+    adapter = create("cafe-plus", classifier.classifier, SourceStats.load(made / "stats.safetensors"), batch_size=64)
+    digits = data.load("digits:test")
+    for part in np.split(np.arange(128), 2):
+        adapter(classifier.preprocessing(digits.images(part)))
+    answers = [
+        adapter(classifier.preprocessing(digits.images(part))).argmax(1) for part in np.split(np.arange(896), 14)
+    ]
+    assert [int(row["class"]) for row in predictions(tmp_path / "next")] == torch.cat(answers).tolist()
+    summary = json.loads((tmp_path / "next/summary.json").read_text())
+    assert summary["batches"] == 14  # of this run
+    after = load_adapter(tmp_path / "next/state.safetensors", classifier.classifier)
+    assert after.counters.batches == 16  # of all
+
+
+def test_a_state_that_does_not_fit_is_refused(made, tmp_path):
+    adapt(made, tmp_path / "out", "--measure", 0)
+    state, stats = tmp_path / "out/state.safetensors", made / "stats.safetensors"
+    common = (
+        "adapt",
+        "--model",
+        made / "model/model.safetensors",
+        "--data",
+        made / "photos",
+        "--output",
+        tmp_path / "x",
+    )
+    for flags, text in (
+        (("--apply", state, "--method", "tent"), "is a state of 'cafe-plus', but `method` is 'tent'; leave it out"),
+        (("--state", state, "--set", "lr=7"), "was saved with other options: lr=0.002 there, 7.0 here; leave them out"),
+        (
+            ("--state", state, "--apply", state),
+            "expected `state`, to go on adapting, or `apply`, to only",
+        ),
+        (("--apply", stats), "expected an adapter-state file, but it holds 'source-stats'"),
+        (("--apply", tmp_path / "none"), "expected an adapter-state file"),
+        (("--apply", state, "--image-size", 64), "was made of images at 32 px"),
+    ):
+        assert text in run(*common, *flags, code=2).stderr
+    run("train", "--data", "digits:train", "--output", tmp_path / "other", "--epochs", 1, "--seed", 3)
+    other = ("adapt", "--model", tmp_path / "other/model.safetensors", *common[3:], "--apply", state)
+    assert "belong to this classifier: " in run(*other, code=2).stderr
+    run(*common, "--apply", state, "--method", "cafe-plus", "--set", "lr=0.002", "--batch-size", 7, "--measure", 0)
+
+
+def test_a_state_of_a_method_that_needs_nothing_goes_on_too(made, tmp_path):
+    adapt(made, tmp_path / "out", "--method", "tent", "--measure", 0)
+    model = ("--model", made / "model/model.safetensors", "--data", made / "photos", "--measure", 0)
+    for flag in ("--state", "--apply"):
+        state = tmp_path / "out/state.safetensors"
+        result = run("adapt", *model, flag, state, "--output", tmp_path / flag, "--shuffle")
+        assert "tent, " in result.stdout and len(predictions(tmp_path / flag)) == 60

@@ -2,6 +2,8 @@
 
 import copy
 import importlib.util
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,10 +112,18 @@ def test_a_file_without_what_the_method_needs_says_so(source, tmp_path):
         cafe.load_adapter(tmp_path / "whole", nn.Linear(2, 2))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnx") is None, reason="needs the package onnx")
-def test_an_exported_model_goes_to_onnx(source, tmp_path):
-    model = adapted(source, "cafe").export()
-    torch.onnx.export(model, (IMAGES,), tmp_path / "model.onnx", dynamo=False)
-    import onnx
+@pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs the packages onnx and onnxscript")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch.export's own
+@pytest.mark.parametrize("method", ["cafe", "cafe-plus", "t3a"])
+def test_the_example_writes_an_onnx_file_that_answers_as_the_adapter_does(source, tmp_path, method):
+    """Computed by ONNX's own reference implementation, in NumPy."""
+    from onnx.reference import ReferenceEvaluator
 
-    onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"))
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples/export_onnx.py"))
+    adapter = adapted(source, method)
+    example["export"](adapter, IMAGES[:8], tmp_path / "model.onnx")
+    runtime = ReferenceEvaluator(str(tmp_path / "model.onnx"))
+    expected = adapter.export()(IMAGES).detach()
+    for count in (1, 8, len(IMAGES)):  # any number of images
+        (logits,) = runtime.run(None, {"images": IMAGES[:count].numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), expected[:count], rtol=1e-3, atol=1e-4)

@@ -17,6 +17,7 @@ from cafe_tta.distributed import RankError as RankError
 from cafe_tta.gradient import GradientAdapter as GradientAdapter
 from cafe_tta.gradient import NothingToLearn as NothingToLearn
 from cafe_tta.gradient import StepConfig as StepConfig
+from cafe_tta.judged import Judged as Judged
 from cafe_tta.methods import BACS as BACS
 from cafe_tta.methods import CMF as CMF
 from cafe_tta.methods import DANN as DANN

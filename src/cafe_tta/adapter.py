@@ -70,6 +70,7 @@ class Report(Displayed):
     loss: float | None = None
     notes: Mapping[str, float] = field(default_factory=dict)  # terms of the loss, and how it was computed
     drift: float | None = None  # from the source, where the source classifier looked at the batch (`gate`); 1: like it
+    rolled_back: bool = False  # the last steps were taken back, this one too: see `Judged`
 
     def facts(self) -> Mapping[str, Any]:
         numbers = {"loss": self.loss, **self.notes, "drift": self.drift}
@@ -86,6 +87,7 @@ class Counters:
     images: int = 0
     steps: int = 0
     refused: int = 0  # steps whose loss or gradient was not finite
+    rolled_back: int = 0  # steps that were taken back: see `Judged`
 
     def count(self, report: Report) -> None:
         """Adds one batch."""
@@ -93,6 +95,11 @@ class Counters:
         self.images += report.images
         self.steps += report.stepped
         self.refused += report.refused
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors of a state, which later steps do not change."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 class _Shared:
@@ -214,6 +221,14 @@ class Adapter(Displayed, nn.Module):
         """The clusters of images that are corrupted alike; None where the method does not unmix."""
         return self.normaliser.unmixer
 
+    @property
+    def drift(self) -> float | None:
+        """How far the images of the last batch are from the source images: 1 is like them. None where nobody looked.
+
+        The source classifier looks at a batch with `gate`, where the method does not unmix; with `Judged`, always.
+        """
+        return None if self.report is None else self.report.drift
+
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
         """Adapts to a good batch and answers it."""
         raise NotImplementedError
@@ -279,6 +294,18 @@ class Adapter(Displayed, nn.Module):
         with torch.no_grad():
             self.normaliser.evaluating()
             return self.run(images)
+
+    def features_as_answered(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """As `features_and_logits`, but normalised as an answer is: with these images, if the method uses the batch."""
+        parts = [part.normaliser for part in self.modules() if isinstance(part, Adapter)]  # members of an ensemble too
+        as_answered = len(images) > 1 and getattr(self.config, "answer", "before") != "after-eval"
+        try:
+            for normaliser in parts:
+                normaliser.as_adapting = as_answered
+            return self.features_and_logits(images)
+        finally:
+            for normaliser in parts:
+                normaliser.as_adapting = False
 
     @contextmanager
     def source_weights(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ class Normaliser:
         self._to_average = False  # whether the running statistics differ between ranks after this pass
         self.blending = False  # read by the layers' hooks
         self.updating = True
+        self.as_adapting = False  # whether `evaluating` normalises as `adapting` does, while nothing follows the pass
         if kind != "batch" and any(layer.running_mean is None for layer in self.layers):
             raise ValueError(f"normalisation={kind!r} needs source statistics, but a BatchNorm layer tracks none")
         if kind in ("blend", "slow"):
@@ -96,8 +97,11 @@ class Normaliser:
 
     def evaluating(self) -> None:
         """The next pass normalises with the running statistics."""
-        self._classifier.eval()
-        self.blending = self._to_average = self.updating = False
+        if self.as_adapting:
+            self.adapting(update=False)
+        else:
+            self._classifier.eval()
+            self.blending = self._to_average = self.updating = False
 
     def look(self, images: Tensor) -> None:
         """Is shown the images of every pass before it begins."""

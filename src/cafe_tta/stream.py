@@ -66,14 +66,19 @@ def adapt(adapter: Adapter, batches: Iterable[B]) -> Iterator[Answer[B]]:
         yield Answer(batch, logits, adapter.report, time.perf_counter() - start)
 
 
-def evaluate(model: Adapter | SplitClassifier, batches: Iterable[B]) -> Iterator[Evaluation[B]]:
-    """Features and logits of every batch in evaluation mode; nothing adapts.
+def evaluate(
+    model: Adapter | SplitClassifier, batches: Iterable[B], as_answered: bool = False
+) -> Iterator[Evaluation[B]]:
+    """Features and logits of every batch; nothing adapts.
 
-    An empty batch, where another process answers it, gives empty features and logits.
+    An adapter is in evaluation mode, or normalises `as_answered`: see `Adapter.features_as_answered`. An empty batch,
+    where another process answers it, gives empty features and logits.
     """
     classifier = model.classifier if isinstance(model, Adapter) else model
     weight = classifier.head.weight
-    answer = model.features_and_logits if isinstance(model, Adapter) else _frozen(model)
+    answer = _frozen(model) if isinstance(model, SplitClassifier) else model.features_and_logits
+    if as_answered and isinstance(model, Adapter):
+        answer = model.features_as_answered
     for batch in batches:
         images = batch.images.to(weight)
         start = time.perf_counter()

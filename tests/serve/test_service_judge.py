@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cafe_tta as cafe
+from cafe_tta.judge import Figures, Judge
 from cafe_tta.serve import Service, Settings
-from cafe_tta.serve.buffer import Item
+from cafe_tta.serve.buffer import Item, panels
 from cafe_tta.serve.cameras import Camera, screen
-from cafe_tta.serve.judge import Figures, Judge, panels
 from cafe_tta.source import Reference
 
 WAIT = 60.0

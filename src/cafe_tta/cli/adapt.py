@@ -1,20 +1,64 @@
 """`cafe-tta adapt`: a class for every image of a folder, by a model that adapts to them."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cafe_tta import data
+from cafe_tta.adapter import Adapter
 from cafe_tta.cli.console import Interrupted, StopRequest, counted, progress, say, show_facts
-from cafe_tta.cli.flags import command
+from cafe_tta.cli.flags import Given, command
 from cafe_tta.data.options import DataOptions
-from cafe_tta.methods.choice import MethodOptions
+from cafe_tta.methods.choice import Chosen, MethodOptions
 from cafe_tta.models import ModelOptions
+from cafe_tta.options import Options, option
 from cafe_tta.runs import FolderRun, RunOptions, Stopped
 from cafe_tta.runs.folder import check_output, check_sheet, digest
 from cafe_tta.runs.results import CLUSTERS, SHEET
 from cafe_tta.source import Reference
+
+
+@dataclass(frozen=True)
+class AdapterOptions(Options):
+    """What the adapter of `cafe-tta adapt` begins with."""
+
+    batch_size: int | None = option(None, "Images per batch; by default the method's.", least=1)
+    state: Path | None = option(
+        None,
+        "Go on from the state.safetensors of an earlier run. Method, options and source values are in it.",
+        metavar="FILE",
+    )
+    apply: Path | None = option(
+        None,
+        "Answer with the state.safetensors of an earlier run, in evaluation mode: nothing adapts.",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state is not None and self.apply is not None:
+            raise ValueError("expected `state`, to go on adapting, or `apply`, to only answer, but got both")
+
+    @property
+    def file(self) -> Path | None:
+        return self.state or self.apply
+
+    def adapter(
+        self, method: MethodOptions, model: ModelOptions, options: RunOptions, given: Given
+    ) -> tuple[Chosen, Adapter]:
+        """The adapter, and what it is made of."""
+        size = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        if self.file is not None:
+            chosen, adapter = method.load_state(self.file, model, options.seed, given)
+            adapter.config = replace(adapter.config, **size)
+            return chosen, adapter
+        config = method.config(**size)
+        check_sheet(options, method.method, config)
+        chosen = method.load(model, options.seed)
+        return chosen, method.adapter(chosen.model, chosen.sources, config)
 
 
 @command()
@@ -22,39 +66,40 @@ def adapt(
     model: ModelOptions,
     images: DataOptions,
     method: MethodOptions,
+    begin: AdapterOptions,
     options: RunOptions,
+    given: Given,
     output: Annotated[Path, typer.Option(help="Folder for the results.", show_default=False)],
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Images per batch; by default the method's.", show_default=False),
-    ] = None,
 ) -> None:
     """Classify the images of a folder with a model that adapts to them. Needs no labels.
 
     cafe-tta adapt --model model.safetensors --source stats.safetensors --data photos/ --output out
 
-    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv; with --sheet also clusters.png and clusters.csv. Labels of class folders are only used to report the accuracy.
+    cafe-tta adapt --model model.safetensors --state out/state.safetensors --data tomorrow/ --output next
+
+    Writes predictions.csv (file, class, confidence), summary.json, state.safetensors (the adapted state) and, where images cannot be read, unreadable.csv; with --sheet also clusters.png and clusters.csv. Ends with a sentence: which shift was seen, what adapting changed, and whose answers are given. Labels of class folders are only used to report the accuracy.
     """  # noqa: E501 - a line break here would be one in the help
-    config = method.config(**({} if batch_size is None else {"batch_size": batch_size}))
     check_output(output, options)
-    check_sheet(options, method.method, config)
-    chosen, sources, lines = method.load(model, options.seed)
+    chosen, adapter = begin.adapter(method, model, options, given)
+    stats = chosen.sources.get("stats")
     run = FolderRun(
-        chosen,
-        method.adapter(chosen, sources, config),
+        chosen.model,
+        adapter,
         data.load(images.data),
         output,
         options,
-        reference=Reference(sources["stats"]) if "stats" in sources else None,
-        sources=_digests(method, sources),
+        reference=None if stats is None else Reference(stats),
+        sources=_digests(method, chosen.sources) if begin.file is None else {},
         workers=images.workers,
+        state=None if begin.file is None else digest([begin.file.read_bytes()]),
+        apply=begin.apply is not None,
     )
     if run.finished():
         _again(run)
         return
-    for line in lines:
+    for line in chosen.notes:
         say(line)
-    if run.adapter.adapts and not options.shuffled and run.class_by_class:
+    if run.adapter.adapts and not run.apply and not options.shuffled and run.class_by_class:
         say("note: the images come class by class, which misleads every method; --shuffle shuffles them")
     with StopRequest() as stop, progress("adapting", run.total) as advance:
         try:
@@ -85,13 +130,13 @@ def _digests(method: MethodOptions, sources: dict[str, Any]) -> dict[str, str]:
 
 
 def _show(summary: dict[str, Any], run: FolderRun) -> None:
-    output, left_out, refused = run.output, summary["unreadable"], summary["refused_steps"]
+    output, left_out = run.output, summary["unreadable"]
     unreadable = f", {left_out} unreadable left out (see unreadable.csv)" if left_out else ""
     facts = [
         ("method", f"{summary['method']}, {summary['mode']}, batches of {summary['options']['batch_size']}"),
         ("images", f"{summary['images']}{unreadable}"),
         ("time", f"{summary['seconds']:.1f} s, {summary['images_per_second']:.0f} images/s"),
-        ("steps", f"{summary['steps']}{f', {refused} refused: not finite' if refused else ''}"),
+        ("steps", ", ".join(_steps(summary))),
     ]
     if summary["batches_without_step"]:
         facts.append(("without a step", _without_step(summary)))
@@ -102,13 +147,14 @@ def _show(summary: dict[str, Any], run: FolderRun) -> None:
     right = f"accuracy unknown: {run.why_no_labels}"
     if summary["accuracy"] is not None:
         right = f"{summary['accuracy']:.1%} of {summary['labelled_images']} right"
-    facts.append(("answers given", f"{right} (predictions.csv, {summary['mode']})"))
+    facts.append(("answers given", f"{right} ({summary['answers']} model, predictions.csv)"))
     facts += _measured(summary["measured"], run.reference)
     facts += [("", ""), ("written", str(output / "predictions.csv")), ("", f"{output}/summary.json, state.safetensors")]
     facts += [("", _sheet_files(output))] if run.options.sheet else []
     show_facts(facts)
     for note in summary["notes"]:
         say(f"note: {note}")
+    print(f"\n{summary['verdict']}")
 
 
 def _sizes(sizes: list[int]) -> str:
@@ -124,6 +170,14 @@ def _sheet_files(output: Path) -> str:
     return f"{output}/{SHEET}, {CLUSTERS}"
 
 
+def _steps(summary: dict[str, Any]) -> Iterator[str]:
+    yield str(summary["steps"])
+    if taken_back := summary["rolled_back_steps"]:
+        yield f"{taken_back} taken back by the judge"
+    if refused := summary["refused_steps"]:
+        yield f"{refused} refused: not finite"
+
+
 def _without_step(summary: dict[str, Any]) -> str:
     some, every = summary["batches_without_step"], summary["batches"]
     reason, count = summary["most_frequent_reason"], summary["most_frequent_reason_batches"]
@@ -134,7 +188,7 @@ def _measured(measured: dict[str, Any] | None, reference: Reference | None) -> l
     if not measured:
         return []
     on = counted(measured["images"], "image")
-    facts = [("", ""), ("evaluation mode", f"the model before -> after adapting, on {on}")]
+    facts = [("", ""), ("compared", f"the source model -> the adapted one, on {on}")]
     unknown = "unknown: no source statistics given"
     if drift := _arrow(measured.get("drift"), ".2f"):
         facts.append(("drift", f"{drift} (1: like the source images)"))

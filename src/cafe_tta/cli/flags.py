@@ -23,22 +23,30 @@ TimeoutOption = Annotated[
 _METAVARS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 
 
+class Given(frozenset[str]):
+    """The names of the options that stand on the command line."""
+
+
 def command(*optional: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command for Typer whose parameters may be `Options` classes: `def adapt(model: ModelOptions, …)`.
 
-    `optional` names required options that this command can do without.
+    `optional` names required options that this command can do without. A parameter of type `Given` receives the names
+    of the options that were given.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(function).parameters
         groups = {name: p.annotation for name, p in parameters.items() if _is_options(p.annotation)}
+        names = {name for name, p in parameters.items() if p.annotation is Given}
 
         def run(**arguments: Any) -> None:
-            own = {name: arguments[name] for name in parameters if name not in groups}
+            own = {name: arguments[name] for name in parameters if name not in groups and name not in names}
+            given = Given(name for name, value in arguments.items() if value not in (None, []))
+            own |= dict.fromkeys(names, given)
             function(**own, **{name: read(config, arguments) for name, config in groups.items()})
 
         expanded: list[inspect.Parameter] = []
-        for name, p in parameters.items():
+        for name, p in ((name, p) for name, p in parameters.items() if name not in names):
             expanded += flags(groups[name], optional) if name in groups else [p.replace(kind=p.KEYWORD_ONLY)]
         return _with_signature(run, function, expanded)
 

@@ -1,8 +1,8 @@
 """Every method by name. Adding one is a file in this folder and a line in `METHODS`."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cafe_tta import plugins, storage
@@ -63,7 +63,7 @@ from cafe_tta.methods.unmix_tns import UnMixTNSConfig as UnMixTNSConfig
 from cafe_tta.methods.zerosiam import ZeroSiam as ZeroSiam
 from cafe_tta.methods.zerosiam import ZeroSiamConfig as ZeroSiamConfig
 from cafe_tta.options import describe, require_known
-from cafe_tta.source import source_kind
+from cafe_tta.source import SourceValue, source_kind
 from cafe_tta.styles import StyleStats
 
 METHODS: dict[str, type[Adapter]] = {
@@ -182,17 +182,33 @@ def load_adapter(
     (0.01, True)
     """
     require_classifier(classifier)
-    tensors, meta = storage.read(path, STATE_KIND, STATE_VERSION)
-    if difference := describe_difference(meta["classifier"], classifier.identity()):
+    kept = SavedState.read(path)
+    if difference := describe_difference(kept.meta["classifier"], classifier.identity()):
         raise ValueError(f"{path} does not belong to this classifier: {difference}")
-    kept = meta.get("source")
-    if source is None and kept is not None:
-        own = {name.removeprefix("source."): t for name, t in tensors.items() if name.startswith("source.")}
-        source = source_kind(kept["kind"]).from_content(own, kept["meta"])
-    if styles is None and "styles.mean" in tensors:
-        styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"])
-    kind = method(meta["method"])
-    require_known(meta["config"], [described.name for described in describe(kind.Config)], kind.name)
-    adapter = kind(classifier, source, kind.Config(**meta["config"]), styles=styles)
+    kind = method(kept.method)
+    require_known(kept.meta["config"], [described.name for described in describe(kind.Config)], kind.name)
+    source = kept.source if source is None else source
+    styles = kept.styles if styles is None else styles
+    adapter = kind(classifier, source, kind.Config(**kept.meta["config"]), styles=styles)
     adapter.load(path)
     return adapter
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What `adapter.save` wrote: the method, its options, and the values from the source domain."""
+
+    method: str
+    meta: Mapping[str, Any]
+    source: SourceValue | None
+    styles: StyleStats | None
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> "SavedState":
+        tensors, meta = storage.read(path, STATE_KIND, STATE_VERSION)
+        source, kept = None, meta.get("source")
+        if kept is not None:
+            own = {name.removeprefix("source."): t for name, t in tensors.items() if name.startswith("source.")}
+            source = source_kind(kept["kind"]).from_content(own, kept["meta"])
+        styles = StyleStats(tensors["styles.mean"], tensors["styles.cov"]) if "styles.mean" in tensors else None
+        return SavedState(meta["method"], meta, source, styles)

@@ -1,6 +1,8 @@
 """A method chosen by name and texts, as commands and the server's settings do, and the adapter that it stands for."""
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -8,10 +10,11 @@ import numpy as np
 
 from cafe_tta import data, models, source
 from cafe_tta.adapter import Adapter, AdapterConfig
-from cafe_tta.methods import configure, knowing_pixels, method
+from cafe_tta.methods import SavedState, configure, knowing_pixels, load_adapter, method, method_name
 from cafe_tta.models import Model, ModelOptions
 from cafe_tta.options import Options, option, parse, split_assignments
 from cafe_tta.source import SourceValue
+from cafe_tta.storage import differences
 
 METHOD_PANEL = "Method"
 METHOD_HELP = "The method that adapts: `cafe-tta methods` lists them, and package.module:Class is one of your own."
@@ -81,14 +84,40 @@ class MethodOptions(Options):
         Options that ask for another way of reading images are refused.
         """
         self.require_source()
-        values = self._load_files()
+        return self._load(self._load_files(), options, seed)
+
+    def load_state(
+        self, path: str | os.PathLike[str], options: ModelOptions, seed: int = 0, given: Collection[str] = ()
+    ) -> tuple["Chosen", Adapter]:
+        """The adapter of a saved state, with its model and source values: of `source`, or else those in the file.
+
+        `given` names the options of this object that were chosen by the user: the state must agree with them.
+        """
+        kept = SavedState.read(path)
+        if "method" in given and method_name(self.method) != kept.method:
+            raise ValueError(f"{path} is a state of {kept.method!r}, but `method` is {self.method!r}; leave it out")
+        ours = replace(self, method=kept.method)
+        if {"set", "preset"} & set(given):
+            saved = asdict(ours.config()) | dict(kept.meta["config"])
+            if shown := differences(saved, asdict(ours.config(batch_size=saved["batch_size"]))):
+                raise ValueError(f"{path} was saved with other options: {shown}; leave them out")
+        values = ours._load_files()
+        if not values and kept.source is not None:
+            values = {str(path): kept.source}
+        chosen = ours._load(values, options, seed, complete=kept.source is None)
+        needed = None if ours.needs is None or not self.source else chosen.sources.get(ours.needs)
+        return chosen, load_adapter(path, chosen.model.classifier, needed)
+
+    def _load(
+        self, values: dict[str, SourceValue], options: ModelOptions, seed: int, complete: bool = True
+    ) -> "Chosen":
         given = {"size": options.image_size, "mean": options.mean, "std": options.std}
         record = source.agreed_record(values, given)
         model = _with_classes(models.load_classifier(options, preprocessing=record.preprocessing), record.classes)
         notes = [f"images are read at {model.preprocessing.describe()}"]
         for name in (name for name, value in values.items() if value.images.preprocessing is None):
             notes.append(f"note: {name} does not say how its images were read; it should have been in the same way")
-        return Chosen(model, self._checked(values, model, seed), notes)
+        return Chosen(model, self._checked(values, model, seed, complete), notes)
 
     def sources(self, model: Model, seed: int = 0) -> dict[str, Any]:
         """The source values by kind, each checked against the model."""
@@ -106,13 +135,15 @@ class MethodOptions(Options):
         names = [text for text in self.source if text not in self._labelled]
         return dict(zip(names, source.load_all(names).values(), strict=True))
 
-    def _checked(self, loaded: dict[str, SourceValue], model: Model, seed: int) -> dict[str, Any]:
+    def _checked(
+        self, loaded: dict[str, SourceValue], model: Model, seed: int, complete: bool = True
+    ) -> dict[str, Any]:
         values: dict[str, Any] = {value.kind: value for value in loaded.values()}
         for value in values.values():
             value.check_belongs_to(model.classifier)
         if self._labelled:
             values["data"] = _labelled_loader(self._labelled, model, self.config().batch_size, seed)
-        for kind in self.kinds:
+        for kind in self.kinds if complete else ():
             if kind not in values:
                 self._missing(kind, f"`source` has {', '.join(values)}")
         return values

@@ -1,5 +1,6 @@
 """A run of an adapter over an image set, with its results in a folder."""
 
+import copy
 import hashlib
 import json
 import os
@@ -12,17 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from cafe_tta import data, storage, stream
 from cafe_tta.adapter import Adapter, AdapterConfig, StepRefused
+from cafe_tta.classifier import evaluating
 from cafe_tta.data import Advance, ImageSet, Labels
+from cafe_tta.judged import Judged
 from cafe_tta.models import Model
 from cafe_tta.options import Options, option
 from cafe_tta.runs import results
-from cafe_tta.runs.measure import measure, notes, running_statistics_followed, tracked_batches
-from cafe_tta.runs.progress import Position, ProgressFolder, describe_differences, write_answers
+from cafe_tta.runs.measure import Measurement, measure, notes, running_statistics_followed, tracked_batches
+from cafe_tta.runs.progress import (
+    Answers,
+    Position,
+    ProgressFolder,
+    answer_type,
+    answers_of,
+    describe_differences,
+)
 from cafe_tta.runs.sheet import Clusters
+from cafe_tta.runs.verdict import Verdict
 from cafe_tta.source import Reference
 
 
@@ -54,6 +66,16 @@ class RunOptions(Options):
         "image in clusters.csv. Reads the images once more.",
         flag="--sheet",
     )
+    judge: bool = option(
+        True,
+        "Judge the steps on other images of the stream, without labels, take back those that do harm, and give the "
+        "source model's answers where the adapted model is worse in the end.",
+        flag="--judge/--no-judge",
+    )
+    both: bool = option(
+        False, "Also write the answers of the adapted and of the source model, in columns of their own.", flag="--both"
+    )
+    top_k: int = option(1, "Number of most likely classes to write for each image.", least=1, metavar="K")
     save_every: int = option(50, "Number of batches after which the progress is saved.", least=1)
     limit: int | None = option(
         None, "Answer only this many images: the first, or with shuffling, which draws them at random.", least=1
@@ -70,17 +92,13 @@ class RunOptions(Options):
     def shuffled(self) -> bool:
         return not self.online if self.shuffle is None else self.shuffle
 
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """One pass that adapts and answers; or one that adapts, and a second one that answers."""
-        return ("adapt",) if self.online else ("adapt", "predict")
-
 
 class FolderRun:
     """Adapts to the images of a set and answers them, into a folder. Labels are only used to tell the accuracy.
 
     `sources` are digests of the source values by kind: a run is not resumed with other ones. `reference` measures how
-    far the features are from the source, before and after.
+    far the features are from the source, before and after. The adapter goes on from the state that it has: `state` is
+    a digest of it. With `apply`, it only answers.
     """
 
     def __init__(
@@ -94,10 +112,16 @@ class FolderRun:
         reference: Reference | None = None,
         sources: Mapping[str, str] | None = None,
         workers: int = 0,
+        state: str | None = None,
+        apply: bool = False,
     ) -> None:
-        self.model, self.adapter, self.imageset, self.output = model, adapter, imageset, Path(output)
-        self.options, self.reference, self.workers = options or RunOptions(), reference, workers
+        self.model, self.imageset, self.output = model, imageset, Path(output)
+        self.options, self.reference, self.workers, self.apply = options or RunOptions(), reference, workers, apply
         check_sheet(self.options, adapter.name, adapter.config)
+        check_top_k(self.options, model.classifier.num_classes)
+        self.began = copy.copy(adapter.counters)
+        judged = self.options.judge and adapter.adapts and not apply and adapter.ranks.size == 1
+        self.adapter = Judged(adapter, reference) if judged else adapter
         self.settings = {
             "method": adapter.name,
             "options": asdict(adapter.config),
@@ -111,8 +135,14 @@ class FolderRun:
             ),
             "preprocessing": str(model.preprocessing),
             "source": dict(sources or {}),
+            "judge": self.options.judge,
+            "both": self.options.both,
+            "top_k": self.options.top_k,
+            "state": state,
+            "apply": apply,
         }
-        self.progress = ProgressFolder(self.output, self.settings)
+        self.answer = answer_type(self.options.top_k, self.options.both)
+        self.progress = ProgressFolder(self.output, self.settings, self.answer)
         self.labels, self.why_no_labels = data.match_labels(imageset, model.classes, model.classifier.num_classes)
 
     @property
@@ -137,9 +167,14 @@ class FolderRun:
         return labels is not None and bool(labels.max() > 0) and bool((np.diff(labels[self.order]) >= 0).all())
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """One pass that adapts and answers; or one that adapts, and a second one that answers; or only that."""
+        return ("predict",) if self.apply else ("adapt",) if self.options.online else ("adapt", "predict")
+
+    @property
     def total(self) -> int:
         """Images over all passes."""
-        return (len(self.options.phases) + self.options.sheet) * len(self.order)
+        return (len(self.phases) + self.options.sheet) * len(self.order)
 
     def finished(self) -> bool:
         """Whether the folder holds the results of this very run; raises where it holds those of another."""
@@ -172,14 +207,25 @@ class FolderRun:
             count = len(self.order)
             none = "the only image could not" if count == 1 else f"none of the {count} images could"
             raise ValueError(f"{none} be read; {self.output / 'unreadable.csv'} says why")
-        results.write_predictions(self.output / "predictions.csv", self.imageset, answers, self.class_names)
-        self.adapter.save(self.output / "state.safetensors")
+        self._plain.save(self.output / "state.safetensors")
         clusters = self.draw_sheet(advance) if self.options.sheet else None
-        summary = self._summary(answers, position, tracked, clusters)
+        measurement = self._measure(answers)
+        verdict = self._verdict(answers, position, measurement)
+        given = self._given(answers, verdict)
+        both = answers if self.options.both else None
+        results.write_predictions(self.output / "predictions.csv", self.imageset, given, self.class_names, both)
+        summary = self._summary(given, position, clusters)
+        summary |= {"measured": None if measurement is None else measurement.summary(), **verdict.summary()}
+        summary |= {"notes": self._notes(given, measurement, tracked), "settings": self.settings}
         # Written last: a folder with a summary holds a finished run.
         storage.write_bytes(self.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self.progress.clear()
         return summary
+
+    @property
+    def _plain(self) -> Adapter:
+        """The adapter without its judge, who keeps images of the stream: they do not belong in the user's file."""
+        return self.adapter.adapter if isinstance(self.adapter, Judged) else self.adapter
 
     def draw_sheet(self, advance: Advance = lambda amount: None) -> Clusters:
         """Assigns every image to the clusters as they are now, and writes clusters.png and clusters.csv."""
@@ -190,8 +236,8 @@ class FolderRun:
         return clusters
 
     def _pass_over(self, advance: Advance, stop: Callable[[], bool]) -> Position:
-        phases = self.options.phases
-        position = self.progress.load(self.adapter) if self.options.resume else self.progress.begin()
+        phases = self.phases
+        position = self.progress.load(self.adapter) if self.options.resume else self.progress.begin(self.phases[0])
         advance(phases.index(position.phase) * len(self.order) + position.consumed)
         with self.progress.answers.open("ab") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore", StepRefused)  # they are counted, and reported at the end
@@ -204,7 +250,7 @@ class FolderRun:
         return position
 
     def _phase(self, position: Position, file: Any, advance: Advance, stop: Callable[[], bool]) -> None:
-        adapting, answering = position.phase == "adapt", position.phase == self.options.phases[-1]
+        adapting, answering = position.phase == "adapt", position.phase == self.phases[-1]
         batch_size = self.adapter.config.batch_size
         loader = data.Loader(
             self.imageset, self.model.preprocessing, batch_size, order=self.order, workers=self.workers
@@ -216,7 +262,10 @@ class FolderRun:
             if adapting:
                 position.reasons.add(answer.report)
             if answering:
-                position.answers += write_answers(file, answer.batch.indices, answer.logits)
+                source = self._source_logits(answer.batch.images) if self.options.both else None
+                answers = answers_of(answer.batch.indices, answer.logits, self.answer, source)
+                file.write(answers.tobytes())
+                position.answers += len(answers)
             advance(answer.batch.consumed - position.consumed)
             position.consumed = answer.batch.consumed
             now = time.perf_counter()
@@ -228,53 +277,102 @@ class FolderRun:
                 self.progress.save(position, self.adapter)
             if stopping:
                 batches.close()  # type: ignore[attr-defined] # ends the threads that read ahead
-                done = self.options.phases.index(position.phase) * len(self.order) + position.consumed
+                done = self.phases.index(position.phase) * len(self.order) + position.consumed
                 raise Stopped(f"{done / self.total:.0%} done and saved")
         advance(len(self.order) - position.consumed)
 
-    def _summary(
-        self, answers: npt.NDArray[np.void], position: Position, tracked: list[int], clusters: Clusters | None
-    ) -> dict[str, Any]:
-        options, adapter = self.options, self.adapter
-        measurement = None
-        if options.measure:
-            measurement = measure(
-                self.model,
-                adapter,
-                self.imageset,
-                count=options.measure,
-                seed=options.seed,
-                reference=self.reference,
-                labels=self.labels,
-                workers=self.workers,
-                among=None if options.limit is None else self.order,
-            )
-        followed = running_statistics_followed(adapter, tracked)
-        remarks = _never_adapted(adapter, position) + notes(
-            measurement, followed, online=options.online, adapter=adapter, images=len(answers)
+    def _source_logits(self, images: Tensor) -> Tensor:
+        classifier = self.model.classifier
+        with torch.no_grad(), evaluating(classifier):
+            return classifier(images.to(classifier.head.weight))
+
+    def _given(self, answers: Answers, verdict: Verdict) -> Answers:
+        """The answers of the model that the verdict chose."""
+        if verdict.answers == "adapted" or not self.adapter.adapts:
+            return answers
+        given = answers.copy()
+        if self.options.both:
+            given["label"], given["confidence"] = answers["source_label"], answers["source_confidence"]
+            return given
+        order, batch_size = answers["index"], self.adapter.config.batch_size
+        loader = data.Loader(self.imageset, self.model.preprocessing, batch_size, order=order, workers=self.workers)
+        parts = [
+            answers_of(answer.batch.indices, answer.logits, self.answer)
+            for answer in stream.evaluate(self.model.classifier, loader.batches())
+        ]
+        return np.concatenate(parts)
+
+    def _measure(self, answers: Answers) -> Measurement | None:
+        if not self.options.measure:
+            return None
+        return measure(
+            self.model,
+            self.adapter,
+            self.imageset,
+            count=self.options.measure,
+            seed=self.options.seed,
+            reference=self.reference,
+            labels=self.labels,
+            workers=self.workers,
+            among=answers["index"],
+            as_answered=self.phases[-1] == "adapt",
         )
+
+    def _verdict(self, answers: Answers, position: Position, measurement: Measurement | None) -> Verdict:
+        changed = None
+        if self.options.both:
+            changed = (int((answers["label"][:, 0] != answers["source_label"][:, 0]).sum()), len(answers))
+        elif measurement is not None and measurement.source_answers is not None:
+            theirs = measurement.source_answers
+            ours = answers[np.searchsorted(answers["index"], theirs["index"])]
+            changed = (int((ours["label"][:, 0] != theirs["label"][:, 0]).sum()), len(theirs))
+        return Verdict(
+            self.adapter.name,
+            len(answers),
+            measurement,
+            changed,
+            clusters=self.adapter.clusters.sizes if self.adapter.clusters else (),
+            steps=self.steps,
+            why_no_step=position.reasons.most_frequent()[1],
+            judged=self.options.judge,
+            adapts=self.adapter.adapts,
+            applied=self.apply,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of this run that were not taken back."""
+        now, began = self.adapter.counters, self.began
+        return now.steps - began.steps - (now.rolled_back - began.rolled_back)
+
+    def _notes(self, answers: Answers, measurement: Measurement | None, tracked: list[int]) -> list[str]:
+        if self.phases[-1] != "predict":
+            return []
+        followed = running_statistics_followed(self.adapter, tracked)
+        return notes(measurement, followed, adapter=self.adapter, images=len(answers))
+
+    def _summary(self, answers: Answers, position: Position, clusters: Clusters | None) -> dict[str, Any]:
+        options, adapter, began = self.options, self.adapter, self.began
         accuracy, labelled = results.accuracy(answers, self.labels)
         return {
             "method": adapter.name,
             "options": asdict(adapter.config),
-            "mode": "online" if options.online else "offline",
+            "mode": "saved state" if self.apply else "online" if options.online else "offline",
             "model": self.model.architecture,
             "images": len(answers),
             "unreadable": len(position.unreadable) + len(data.left_out(self.imageset)),
             "seconds": position.seconds,
             "images_per_second": len(answers) / position.seconds,
-            "batches": adapter.counters.batches,
-            "steps": adapter.counters.steps,
-            "refused_steps": adapter.counters.refused,
+            "batches": adapter.counters.batches - began.batches,
+            "steps": adapter.counters.steps - began.steps,
+            "refused_steps": adapter.counters.refused - began.refused,
+            "rolled_back_steps": adapter.counters.rolled_back - began.rolled_back,
             "batches_without_step": position.reasons.total(),
             "most_frequent_reason": position.reasons.most_frequent()[1] or None,
             "most_frequent_reason_batches": position.reasons.most_frequent()[0],
             "clusters": clusters.sizes if clusters else adapter.clusters.sizes if adapter.clusters else None,
             "accuracy": accuracy,
             "labelled_images": labelled,
-            "measured": None if measurement is None else measurement.summary(),
-            "notes": remarks,
-            "settings": self.settings,
         }
 
 
@@ -303,17 +401,15 @@ def check_sheet(options: RunOptions, method: str, config: AdapterConfig) -> None
         )
 
 
+def check_top_k(options: RunOptions, num_classes: int) -> None:
+    """Raises where more classes are asked for than there are."""
+    if options.top_k > num_classes:
+        raise ValueError(f"expected `top_k` to be at most {num_classes}, the model's classes, but got {options.top_k}")
+
+
 def digest(parts: Iterable[bytes]) -> str:
     """A short hash of a sequence of byte strings."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little") + part)
     return hashed.hexdigest()[:16]
-
-
-def _never_adapted(adapter: Adapter, position: Position) -> list[str]:
-    if adapter.counters.steps or not adapter.adapts:
-        return []
-    count = adapter.counters.batches
-    batches = f"{count} {'batch' if count == 1 else 'batches'}"
-    return [f"nothing was adapted: {batches} answered without a step: {position.reasons.most_frequent()[1]}"]

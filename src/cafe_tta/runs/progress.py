@@ -21,8 +21,16 @@ from cafe_tta import data, storage
 from cafe_tta.adapter import Adapter, Report
 from cafe_tta.data import Labels
 
-# An answer has a fixed width, so that a file of them can be truncated after the last valid one.
-ANSWER = np.dtype([("index", "<i8"), ("label", "<i4"), ("confidence", "<f4")])
+Answers = npt.NDArray[np.void]  # a record for each image: see `answer_type`
+
+
+def answer_type(top_k: int = 1, both: bool = False) -> np.dtype[np.void]:
+    """An answer: the most likely classes and their probabilities; with `both`, also those of the source model.
+
+    It has a fixed width, so that a file of answers can be truncated after the last valid one.
+    """
+    source = [("source_label", "<i4", (top_k,)), ("source_confidence", "<f4", (top_k,))] if both else []
+    return np.dtype([("index", "<i8"), ("label", "<i4", (top_k,)), ("confidence", "<f4", (top_k,)), *source])
 
 
 class Reasons:
@@ -65,6 +73,7 @@ class ProgressFolder:
 
     output: Path
     settings: dict[str, Any]
+    answer: np.dtype[np.void] = field(default_factory=answer_type)
 
     @property
     def path(self) -> Path:
@@ -78,10 +87,10 @@ class ProgressFolder:
         """Whether a run was stopped here before its end."""
         return (self.path / "progress.json").is_file()
 
-    def begin(self) -> Position:
+    def begin(self, phase: str = "adapt") -> Position:
         self.clear()
         self.path.mkdir(parents=True, exist_ok=True)
-        return Position()
+        return Position(phase)
 
     def save(self, position: Position, adapter: Adapter) -> None:
         state = f"state-{adapter.counters.batches}.safetensors"
@@ -108,7 +117,7 @@ class ProgressFolder:
         if shown := describe_differences(record["settings"], self.settings):
             raise ValueError(f"{self.output} holds a run with other settings: {shown}; `overwrite` starts anew")
         adapter.load(self.path / record["state"])
-        os.truncate(self.answers, record["answers"] * ANSWER.itemsize)
+        os.truncate(self.answers, record["answers"] * self.answer.itemsize)
         unreadable = [data.Unreadable(*item) for item in record["unreadable"]]
         reasons = Reasons(record.get("without_step"))
         return Position(record["phase"], record["consumed"], record["answers"], record["seconds"], unreadable, reasons)
@@ -121,20 +130,22 @@ class ProgressFolder:
         with suppress(OSError):  # it does not exist, or is not empty
             self.path.rmdir()
 
-    def read_answers(self) -> npt.NDArray[np.void]:
+    def read_answers(self) -> Answers:
         """The answers in the order of the image set."""
-        answers = np.fromfile(self.answers, dtype=ANSWER)
+        answers = np.fromfile(self.answers, dtype=self.answer)
         return answers[np.argsort(answers["index"], kind="stable")]
 
 
-def write_answers(file: Any, indices: Labels, logits: Tensor) -> int:
-    """Appends the answers of a batch, and returns their number."""
-    confidence, label = logits.softmax(1).max(1)
-    answers = np.zeros(len(indices), dtype=ANSWER)
-    answers["index"], answers["label"] = indices, label.cpu().numpy()
-    answers["confidence"] = confidence.float().cpu().numpy()
-    file.write(answers.tobytes())
-    return len(answers)
+def answers_of(indices: Labels, logits: Tensor, answer: np.dtype[np.void], source: Tensor | None = None) -> Answers:
+    """The answers to a batch; `source` are the logits of the source model, where they are kept too."""
+    answers = np.zeros(len(indices), dtype=answer)
+    answers["index"] = indices
+    for prefix, given in (("", logits), ("source_", source)):
+        if given is not None:
+            confidence, label = given.softmax(1).topk(answer["label"].shape[0], 1)
+            answers[f"{prefix}label"] = label.cpu().numpy()
+            answers[f"{prefix}confidence"] = confidence.float().cpu().numpy()
+    return answers
 
 
 def describe_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

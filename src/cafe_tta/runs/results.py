@@ -2,14 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from cafe_tta import data, storage
 from cafe_tta.data import Labels
+from cafe_tta.runs.progress import Answers
 from cafe_tta.runs.sheet import Clusters
 
 SHEET, CLUSTERS = "clusters.png", "clusters.csv"
@@ -23,17 +21,27 @@ def remove(output: Path) -> None:
 
 
 def write_predictions(
-    path: Path, imageset: data.ImageSet, answers: npt.NDArray[np.void], classes: Sequence[str] | None
+    path: Path, imageset: data.ImageSet, answers: Answers, classes: Sequence[str] | None, both: Answers | None = None
 ) -> None:
-    rows = (
-        (
-            imageset.item_name(int(answer["index"])),
-            classes[answer["label"]] if classes else int(answer["label"]),
-            f"{answer['confidence']:.6f}",
-        )
-        for answer in answers
-    )
-    _write_csv(path, ("file", "class", "confidence"), rows)
+    """The answers, one line an image; `both` adds those of the adapted and of the source model."""
+    parts = [("", answers, "")]
+    if both is not None:
+        parts += [("adapted_", both, ""), ("source_", both, "source_")]
+    ranks = range(answers.dtype["label"].shape[0])
+    header = [f"{prefix}{name}{_rank(k)}" for prefix, _, _ in parts for k in ranks for name in ("class", "confidence")]
+
+    def cells(row: int) -> Iterator[object]:
+        yield imageset.item_name(int(answers["index"][row]))
+        for _, part, key in parts:
+            for label, share in zip(part[f"{key}label"][row], part[f"{key}confidence"][row], strict=True):
+                yield classes[label] if classes else int(label)
+                yield f"{share:.6f}"
+
+    _write_csv(path, ("file", *header), (list(cells(row)) for row in range(len(answers))))
+
+
+def _rank(k: int) -> str:
+    return "" if k == 0 else f"_{k + 1}"
 
 
 def write_clusters(output: Path, imageset: data.ImageSet, clusters: Clusters, method: str, seed: int) -> None:
@@ -62,7 +70,7 @@ def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object
     storage.write_bytes(path, text.getvalue().encode(errors="surrogateescape"))  # file names need not be valid Unicode
 
 
-def accuracy(answers: npt.NDArray[np.void], labels: Labels | None) -> tuple[float | None, int]:
+def accuracy(answers: Answers, labels: Labels | None) -> tuple[float | None, int]:
     """Accuracy on the images with a known label, and their number."""
     if labels is None:
         return None, 0
@@ -70,4 +78,4 @@ def accuracy(answers: npt.NDArray[np.void], labels: Labels | None) -> tuple[floa
     known = truth >= 0
     if not known.any():
         return None, 0
-    return float((answers["label"][known] == truth[known]).mean()), int(known.sum())
+    return float((answers["label"][known, 0] == truth[known]).mean()), int(known.sum())

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cafe_tta.adapter import StepRefused
-from cafe_tta.serve.buffer import Item
-from cafe_tta.serve.judge import PANEL, Figures, Judge, log_ratio, panels
+from cafe_tta.adapter import StepRefused, copied
+from cafe_tta.judge import PANEL, Figures, Judge, log_ratio
+from cafe_tta.serve.buffer import Item, panels
 from cafe_tta.serve.settings import Settings
-from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshot, Snapshots, all_finite, copied
+from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshot, Snapshots, all_finite
 from cafe_tta.source import Reference
 
 SAME_FEATURES = 1e-3  # a method that leaves the features as they are cannot be judged by them
@@ -110,22 +110,20 @@ class Adaptation:
         if not all_finite(self.adapter.state()):
             return ours, "its weights are NaN or infinite"
         figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
-        for other, name in (
-            (ours, "the published snapshot"),
-            (validation.source, "the source model"),
-            (self._of_anchor(validation), f"version {self.snapshots.anchor.version}"),
-        ):
-            if why := self.judge.worse(figures, other, name):
-                return figures, why
-        return figures, ""
+        others = (
+            ("the published snapshot", lambda: ours),
+            ("the source model", lambda: validation.source),
+            (f"version {self.snapshots.anchor.version}", lambda: self._of_anchor(validation)),
+        )
+        return figures, self.judge.objection(figures, others)
 
     def _got_worse(self, validation: _Validation, ours: Figures) -> str:
         """Why the published snapshot should not stay, now that more images have come."""
         if self.snapshots.published.version == SOURCE_VERSION:
             return ""
-        why = self.judge.worse(ours, validation.source, "the source model")
-        anchor = self.snapshots.anchor
-        return why or self.judge.worse(ours, self._of_anchor(validation), f"version {anchor.version}")
+        anchor = f"version {self.snapshots.anchor.version}"
+        others = (("the source model", lambda: validation.source), (anchor, lambda: self._of_anchor(validation)))
+        return self.judge.objection(ours, others)
 
     def _of_anchor(self, validation: _Validation) -> Figures:
         """The figures of the best snapshot so far on these images, computed once."""

@@ -1,11 +1,14 @@
 """Images that wait for an adaptation step, balanced over cameras: none can crowd out the others."""
 
 import random
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from cafe_tta.judge import PANEL
 
 VALIDATION_EVERY = 4  # every fourth image of a camera is a validation image: snapshots are judged on it
 REUSE = 4  # steps that an image takes part in at most: the model must not overfit the few images of quiet cameras
@@ -151,3 +154,24 @@ class Buffer:
         part = max(largest.waiting, largest.validation, key=len)
         part.pop(self._random.randrange(len(part)))
         self._size -= 1
+
+
+def panels(items: Sequence[Item]) -> list[list[int]]:
+    """Indices of the items, dealt by camera into panels of at least `PANEL`; small cameras share one."""
+    by_owner: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        by_owner.setdefault(item.owner, []).append(i)
+    # Large ones have panels of their own; the small are put together in an order that no client chooses easily.
+    dealt = [members for members in by_owner.values() if len(members) >= PANEL]
+    small = sorted((name for name in by_owner if len(by_owner[name]) < PANEL), key=lambda n: zlib.crc32(n.encode()))
+    pending: list[int] = []
+    for name in small:
+        pending += by_owner[name]
+        if len(pending) >= PANEL:
+            dealt.append(pending)
+            pending = []
+    if pending and dealt and len(pending) < PANEL // 2:
+        dealt[-1] = dealt[-1] + pending
+    elif pending:
+        dealt.append(pending)
+    return dealt

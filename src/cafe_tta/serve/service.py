@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cafe_tta.adapter import Adapter
+from cafe_tta.judge import PANEL
 from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
 from cafe_tta.serve.buffer import Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
-from cafe_tta.serve.judge import PANEL
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
 from cafe_tta.source import ImageRecord, Reference, SourceStats

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cafe_tta import storage
-from cafe_tta.adapter import Adapter
+from cafe_tta.adapter import Adapter, copied
 from cafe_tta.classifier import describe_difference
 from cafe_tta.locking import lock_file
 from cafe_tta.serve.settings import Settings
@@ -29,10 +29,6 @@ _OPTIMIZER = re.compile(r"(\d+\.)?optimizer\.")  # of the adapter, or of the mem
 def for_answering(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of an adapter's state that answers depend on, without the optimiser's memory."""
     return {name: tensor for name, tensor in tensors.items() if not _OPTIMIZER.match(name)}
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:

@@ -6,17 +6,16 @@ decides: what one camera sends, good or bad, cannot outvote the others.
 
 import math
 import statistics
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cafe_tta import losses
-from cafe_tta.serve.buffer import Item
 from cafe_tta.source import Reference
 
+FEWEST = 16  # validation images to judge on, at least
 PANEL = 8  # images of a panel at least; cameras that share one are judged together, the bad with the good
 WORSE_ALIGNMENT = math.log(1.1)  # a tenth above the other's is worse
 WORSE_FRECHET = math.log(1.25)  # noisier: it looks at each group's covariance without flooring it
@@ -43,22 +42,28 @@ class Figures:
 
 
 class Judge:
-    """Measures models, and says in words why one is worse than another."""
+    """Measures models, and says in words why one is worse than another.
 
-    def __init__(self, reference: Reference | None, num_classes: int) -> None:
-        self._reference = reference
+    A model is worse where its alignment loss or its Fréchet distance is; with `agree`, where both are. One alone may
+    err: the alignment loss of few images is noisy where the feature groups are wide.
+    """
+
+    def __init__(self, reference: Reference | None, num_classes: int, agree: bool = False) -> None:
+        self.reference, self.agree = reference, agree
         self._largest_entropy = math.log(max(2, num_classes))
 
-    def measure(self, features: Tensor, logits: Tensor, panels: Sequence[Sequence[int]]) -> Figures:
+    def measure(self, features: Tensor, logits: Tensor, panels: Sequence[Sequence[int]] | None = None) -> Figures:
+        """The figures of a model from its features and logits on validation images; one panel, if not given."""
+        panels = [range(len(features))] if panels is None else panels
         if not (torch.isfinite(features).all() and torch.isfinite(logits).all()):
             return Figures((), (), (), 0.0, finite=False)
         alignment, frechet = [], []
         entropies = losses.entropy(logits)
-        if self._reference is not None:
+        if self.reference is not None:
             for panel in panels:
                 part = features[list(panel)]
-                alignment.append(self._reference.alignment(part))
-                frechet.append(self._reference.frechet(part))
+                alignment.append(self.reference.alignment(part))
+                frechet.append(self.reference.frechet(part))
         entropy = tuple(float(entropies[list(panel)].mean()) for panel in panels)
         shares = torch.bincount(logits.argmax(1), minlength=logits.shape[1]).double() / len(logits)
         classes = float(torch.exp(-(shares * shares.clamp(min=1e-12).log()).sum()))
@@ -71,19 +76,24 @@ class Judge:
             return "its answers are NaN or infinite"
         if not theirs.finite:
             return ""
-        for name, a, b, limit in (
+        distances = (
             ("alignment loss", ours.alignment, theirs.alignment, WORSE_ALIGNMENT),
             ("Fréchet distance to the source", ours.frechet, theirs.frechet, WORSE_FRECHET),
-        ):
-            if a and log_ratio(a, b) > limit:
-                factor = math.exp(log_ratio(a, b))
-                return f"its {name} is {factor:.2f} times that of {than} ({statistics.median(a):.3g})"
+        )
+        larger = [(name, a, log_ratio(a, b)) for name, a, b, limit in distances if a and log_ratio(a, b) > limit]
+        if larger and not (self.agree and len(larger) < len(distances)):
+            name, a, ratio = larger[0]
+            return f"its {name} is {math.exp(ratio):.2f} times that of {than} ({statistics.median(a):.3g})"
         if ours.classes < COLLAPSE * theirs.classes:
             return f"it predicts {ours.classes:.1f} classes where {than} predicts {theirs.classes:.1f}: a collapse"
         rise = statistics.median(a - b for a, b in zip(ours.entropy, theirs.entropy, strict=True))
         if rise > UNSURE * self._largest_entropy:
             return f"its answers have become guesses: entropy {rise:.2f} above that of {than}"
         return ""
+
+    def objection(self, ours: Figures, others: Iterable[tuple[str, Callable[[], Figures]]]) -> str:
+        """Why a model is worse than one of the others, which are measured only as far as they are asked; or empty."""
+        return next(filter(None, (self.worse(ours, theirs(), than) for than, theirs in others)), "")
 
     def better(self, ours: Figures, theirs: Figures) -> bool:
         """Whether a model that is not worse is nearer to the source; without statistics it always counts as better."""
@@ -93,24 +103,3 @@ class Judge:
 def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median over the panels of log(ours / theirs)."""
     return statistics.median(math.log((a + 1e-9) / (b + 1e-9)) for a, b in zip(ours, theirs, strict=True))
-
-
-def panels(items: Sequence[Item]) -> list[list[int]]:
-    """Indices of the items, dealt by camera into panels of at least `PANEL`; small cameras share one."""
-    by_owner: dict[str, list[int]] = {}
-    for i, item in enumerate(items):
-        by_owner.setdefault(item.owner, []).append(i)
-    # Large ones have panels of their own; the small are put together in an order that no client chooses easily.
-    dealt = [members for members in by_owner.values() if len(members) >= PANEL]
-    small = sorted((name for name in by_owner if len(by_owner[name]) < PANEL), key=lambda n: zlib.crc32(n.encode()))
-    pending: list[int] = []
-    for name in small:
-        pending += by_owner[name]
-        if len(pending) >= PANEL:
-            dealt.append(pending)
-            pending = []
-    if pending and dealt and len(pending) < PANEL // 2:
-        dealt[-1] = dealt[-1] + pending
-    elif pending:
-        dealt.append(pending)
-    return dealt
