@@ -36,18 +36,21 @@ class TrainingRun:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     config = TrainConfig(epochs=1, swag_epochs=0, batch_size=256)
-    ...     run = TrainingRun("digits:test", Path(folder), config=config)
+    ...     run = TrainingRun("digits:test", folder, config=config)
     ...     report = run.train()
     ...     run.finished() == report, report["images"]
     (True, 896)
     """
 
     data: str
-    output: Path
+    output: Path  # or its name
     model: ModelOptions = field(default_factory=lambda: ModelOptions(DEFAULT_MODEL))
     config: TrainConfig = field(default_factory=TrainConfig)
     test: str | None = None  # labelled images to measure the accuracy on in the end
     new_head: bool = False  # keep all but the last layer of the model's weights
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output", Path(self.output))
 
     @property
     def checkpoint(self) -> Path:
