@@ -286,8 +286,8 @@ def assert_close_records(ours, theirs):
         assert record["calibration_error"] == pytest.approx(other["calibration_error"], abs=0.01)
         for name in ("episode", "steps", "refused", "config", "source", "model"):
             assert record[name] == other[name]
-        for name in ("forward_images", "backward_images"):  # a rank without images has a stand-in
-            assert 0 <= record[name] - other[name] <= 6
+        for name in ("forward_images", "backward_images"):  # a rank without images runs stand-ins
+            assert 0 <= record[name] - other[name] <= 12
 
 
 @needs_proc
