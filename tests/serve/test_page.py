@@ -182,6 +182,7 @@ def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_res
             before = client.get("/api/status").json()["clusters"]
             assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
         with serve(files, *options) as server, server.until_ready().client() as client:
+            send(server, "noise", noise[:32])  # what the restored state is judged on
             assert client.get("/api/status").json()["clusters"] == before
             driver.get(server.url)
             sizes = [f"{cluster['images']:,}" for cluster in before[:12]]

@@ -271,7 +271,7 @@ def test_status_has_the_promised_fields_and_is_plain_json(source, serve):
     assert camera["camera"] == "gate" and camera["images"] == 96 and camera["share"] == 1.0 and camera["drift"] > 0
     assert all(group.keys() == {"group", "dims", "divergence"} for group in status["groups"]) and status["groups"]
     assert sum(c["share"] for c in status["classes"]) == pytest.approx(1)
-    figures = {"id", "time", "kind", "version", "text", "alignment", "frechet", "entropy", "loss"}
+    figures = {"id", "time", "kind", "version", "text", "request", "alignment", "frechet", "entropy", "loss"}
     assert all(event.keys() == figures for event in status["events"])
     accepted = [event for event in status["events"] if event["kind"] == "accepted"]
     assert accepted and all(event[name] is not None for event in accepted for name in figures)

@@ -60,6 +60,31 @@ class Adaptation:
         self.adapter = snapshots.adapter
         self.judge = Judge(reference, self.adapter.classifier.num_classes)
 
+    def judge_restored(self, items: list[Item]) -> str:
+        """Publishes the newest saved state that is no worse than the source model on these images, if there is one.
+
+        Says in words which one; empty where all of them were passed over.
+        """
+        validation = _Validation(items, self.judge, self.snapshots.source)
+        while self.snapshots.candidate is not None:
+            if why := self._harm(validation):
+                self.snapshots.reject_candidate(why)
+                continue
+            saved = self.snapshots.accept_candidate()
+            return f"version {saved.meta.version} of {saved.path.name} answers: no worse than the source model on " + (
+                f"the first {len(items)} images"
+            )
+        return ""
+
+    def _harm(self, validation: _Validation) -> str:
+        """Why the candidate is worse than the source model on these images; empty if it is not."""
+        try:
+            self.snapshots.try_candidate()
+            figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
+        except Exception as error:  # whatever a file holds
+            return f"it cannot answer: {type(error).__name__}: {error}"
+        return self.judge.worse(figures, validation.source, "the source model")
+
     def cycle(self, items: list[Item], validation_items: list[Item]) -> Outcome:
         """Takes a step on some images, if one is needed and does no harm."""
         judged = self.settings.judge and bool(validation_items)

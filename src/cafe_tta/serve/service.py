@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,19 @@ from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
 from cafe_tta.serve.buffer import Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
+from cafe_tta.serve.events import Events
 from cafe_tta.serve.judge import PANEL
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
+from cafe_tta.serve.store import MOST_OPTED_OUT
 from cafe_tta.source import ImageRecord, Reference, SourceStats
 from cafe_tta.source.images import ImageCheck
 
 TICK = 2.0  # seconds between two points of the series
-EVENTS = 200  # events kept
-MOST_OPTED_OUT = 10_000
 MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
 NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
 NEWCOMERS = ""  # the owner of that share: no camera has this name
+FIRST_IMAGES = 2 * PANEL  # that a restored state is judged on before it answers
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Service:
         num_features = adapter.classifier.num_features
         self._cameras = Cameras(settings, num_features, self._reference, self._buffer, self._lock)
         self._opted_out: set[str] = set()
-        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._events = Events()
+        self._first: list[Item] = []  # images that a restored state will be judged on
         self._series = status.Series()
         self._paused = self._closing = self._busy = False
         self._thread: threading.Thread | None = None
@@ -96,6 +97,8 @@ class Service:
     def answer(self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool]) -> Answers:
         """Answers a batch, and keeps those of its images that may be adapted to."""
         _check_request(images, cameras, adapt)
+        if self._snapshots.candidate is not None:
+            self._judge_restored(images, cameras)
         with self._lock:
             self._images += len(images)
             known = {name: self._cameras.get(name) for name in set(cameras)}
@@ -151,12 +154,16 @@ class Service:
             if self._thread is not None:
                 raise RuntimeError("the service was started already")
             self._started = time.time()
-            restored = self._snapshots.restore()
-            self._events.extend(dict(event) for event in restored.events)
+            restored = self._snapshots.restore(judged=self.settings.judge)
+            self._events.extend(restored.events)
             self._opted_out |= set(restored.opted_out)
-            for text in restored.problems:
-                self._record("error", text)
+            self._record_problems()
             self._record("started", f"started with {self.method}{restored.text}")
+            if self._snapshots.candidate is not None:
+                text = f"the source model answers the first {FIRST_IMAGES} images, on which the saved state is judged"
+                self._record("restoring", text)
+            elif self._version != SOURCE_VERSION:
+                self._record("restored", f"version {self._version} answers, which was not judged (judge=off)")
             self._thread = threading.Thread(target=self._run, name="cafe-tta-adapt", daemon=True)
             self._thread.start()
 
@@ -204,7 +211,10 @@ class Service:
         if self.settings.state is None:
             raise ValueError("cannot save: the service was started without a folder for its state")
         with self._stepping:
-            self._save("saved by an operator")
+            try:
+                self._save("saved by an operator")
+            except OSError as error:
+                raise ValueError(f"cannot save: {_said(error)}") from error
 
     def camera_opt_out(self, camera: str, out: bool = True) -> None:
         """Excludes a camera from adapting, or lets it in again; its images are answered in any case."""
@@ -239,7 +249,7 @@ class Service:
                 "clusters": status.describe_clusters(clusters),
                 "groups": status.describe_groups(self._cameras.divergences, sizes),
                 "classes": status.describe_classes(self._cameras, self.class_names),
-                "events": list(self._events),
+                "events": self._events.as_json(),
                 "series": list(self._series.points),
                 "snapshots": [snapshot.describe() for snapshot in self._snapshots.history],
             }
@@ -261,8 +271,11 @@ class Service:
             try:
                 if thread is not None and self._snapshots.on_disk:
                     self._save("saved at shutdown")
-                self._snapshots.close()
+            except OSError as error:
+                with self._lock:
+                    self._record("error", f"could not save at shutdown: {_said(error)}")
             finally:
+                self._snapshots.close()
                 self._stepping.release()
 
     # The adapting thread
@@ -312,6 +325,8 @@ class Service:
 
     def _enough(self) -> bool:
         """Whether enough images have come for a step, or for saying why there is none."""
+        if self._snapshots.candidate is not None:  # the adapter is to continue from it
+            return False
         return self._adapting and (self._enough_to_step() or self._like_source >= self.settings.step_images)
 
     def _enough_to_step(self) -> bool:
@@ -359,13 +374,27 @@ class Service:
             camera.changed |= camera.name in outcome.source_features
 
     def _record(self, kind: str, text: str, **figures: float | None) -> None:
-        """Notes an event. A skipped step or a save replaces the event before it, if that is of the same kind."""
-        last: dict[str, Any] = self._events[-1] if self._events else {"id": 0, "kind": ""}
-        if kind in ("skipped", "saved") and last["kind"] == kind:
-            self._events.pop()
-        event = {"id": int(last["id"]) + 1, "time": time.time(), "kind": kind, "version": self._version, "text": text}
-        known = {name: finite(figures.get(name)) for name in ("alignment", "frechet", "entropy", "loss")}
-        self._events.append(event | known)
+        self._events.record(kind, self._version, text, figures)
+
+    def _record_problems(self) -> None:
+        for text in self._snapshots.problems():
+            self._record("error", text)
+
+    def _judge_restored(self, images: Tensor, cameras: Sequence[str]) -> None:
+        """Collects images until there are enough to judge a restored state on; then publishes it, or an older one."""
+        with self._lock:
+            new = zip(images, cameras, strict=True)
+            self._first += [Item(name, name, image.detach().clone(), 0) for image, name in new]
+            if len(self._first) < FIRST_IMAGES:
+                return
+        with self._stepping:
+            items, self._first = self._first, []
+            if not items or self._snapshots.candidate is None:
+                return  # an operator was faster, or another thread
+            text = self._adaptation.judge_restored(items)
+            with self._lock:
+                self._record_problems()
+                self._record("restored", text or "no saved state was taken up: the source model answers")
 
     def _save_if_due(self) -> None:
         if self._snapshots.save_due() and self._stepping.acquire(blocking=False):
@@ -389,7 +418,7 @@ class Service:
         with self._lock:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
             self._not_before = time.monotonic() + 1.0
-            self._record("error", f"{type(error).__name__}: {error}")
+            self._record("error", _said(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
     def _require_adapting(self, what: str) -> None:
         if not self.settings.adapt:
@@ -423,6 +452,12 @@ def _forward(images: Tensor, of_source: Sequence[bool], published: Replica, sour
     own, others = iter(ours.clusters), iter(theirs.clusters)
     clusters = [next(others if of else own) for of in of_source]
     return _Passed(features, logits, versions, clusters, ours.version)
+
+
+def _said(error: OSError) -> str:
+    """What went wrong with a file, without saying where it is."""
+    name = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+    return f"{name}{error.strerror or type(error).__name__}"
 
 
 def _plain(tensor: Tensor) -> Tensor:
