@@ -19,6 +19,7 @@ class Item:
     owner: str  # whose share of the buffer it takes: the camera's own, or the one that new cameras have in common
     image: Tensor
     number: int  # in the order of arrival
+    request: str = "-"  # id of the request that brought it
     uses: int = 0
     source: tuple[Tensor, Tensor] | None = None  # the source model's features and logits, once they were needed
 
@@ -57,7 +58,7 @@ class Buffer:
     def sizes(self) -> dict[str, int]:
         return {owner: len(share) for owner, share in self._shares.items()}
 
-    def add(self, camera: str, image: Tensor, owner: str | None = None) -> None:
+    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-") -> None:
         """Adds a copy of an image: a view would keep its whole batch in memory."""
         owner = camera if owner is None else owner
         share = self._shares.get(owner)
@@ -71,7 +72,7 @@ class Buffer:
         validates = share.seen % VALIDATION_EVERY == 0
         self.arrived += not validates
         part = share.validation if validates else share.waiting
-        item = Item(camera, owner, image.detach().clone(), self._number)
+        item = Item(camera, owner, image.detach().clone(), self._number, request)
         limit = self._limit(validates)
         while len(part) > limit:  # more cameras have come since
             part.pop(self._random.randrange(len(part)))

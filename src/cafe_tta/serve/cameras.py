@@ -145,8 +145,9 @@ class Cameras:
         for camera in self:
             camera.clusters.clear()
 
-    def assess(self) -> None:
-        """Updates drift and quarantine of each camera that has sent images."""
+    def assess(self) -> list[Camera]:
+        """Updates drift and quarantine of each camera that has sent images; those whose quarantine changed."""
+        turned = []
         with self._lock:
             self._trim()
             changed = [camera for camera in self if camera.changed]
@@ -161,25 +162,30 @@ class Cameras:
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
                 camera.looks_like_source = camera.looks_like_source if like is None else like
+                before = camera.quarantined
                 camera.quarantined = camera.suspicion(self._reference) if self._settings.judge else ""
+                if bool(before) != bool(camera.quarantined):
+                    turned.append(camera)
                 if camera.quarantined or (self._settings.gate and camera.looks_like_source):
                     self._buffer.drop(camera.name)  # images that came before this was known
+        return turned
 
-    def look(self) -> None:
-        """Updates the drift of the whole stream."""
-        self.assess()
+    def look(self) -> list[Camera]:
+        """Updates the drift of the whole stream, after `assess`."""
+        turned = self.assess()
         with self._lock:
             seen = [c for c in self if len(c.features) >= MIN_IMAGES]
             ours = _pooled([torch.stack(tuple(c.features)) for c in seen])
             source = _pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
         if self._reference is None or ours is None:
-            return
+            return turned
         divergences = self._reference.divergences(ours).cpu()
         overall, of_source = self._drift(ours), self._drift(source)
         with self._lock:
             self.drift["overall"] = overall
             self.drift["source"] = self.drift["source"] if of_source is None else of_source
             self.divergences = divergences
+        return turned
 
     def _drift(self, features: Tensor | None) -> float | None:
         return None if self._reference is None or features is None else self._reference.drift(features)

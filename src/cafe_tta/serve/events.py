@@ -17,6 +17,9 @@ request_id: ContextVar[str] = ContextVar("request_id", default="-")  # of the re
 
 EVENTS = 200  # that are kept
 MOST_VERSION = 10**12  # of a snapshot: a thousand steps a second for thirty years
+SHOWN_CAMERAS = 32  # of a step, by name
+OTHERS = "(others)"
+LOGGED_REQUESTS = 8  # of a step, by id
 FIGURES = ("alignment", "frechet", "entropy", "loss")
 _WARNINGS = ("warning", "refused", "rolled_back", "quarantined")
 _LEVELS = dict.fromkeys(_WARNINGS, logging.WARNING) | {"error": logging.ERROR}
@@ -38,6 +41,7 @@ class Event(Options):
     frechet: float | None = option(None, "Fréchet distance to the source.")
     entropy: float | None = option(None, "Entropy of the answers.")
     loss: float | None = option(None, "Loss of the step.")
+    cameras: dict[str, int] | None = option(None, "Images of each camera that a step was taken on, the most first.")
 
 
 def from_json(kind: type[Any], content: Any, what: str) -> Any:
@@ -66,21 +70,44 @@ class Events:
     def extend(self, events: Iterable[Event]) -> None:
         self._events.extend(events)
 
-    def record(self, kind: str, version: int, text: str, figures: Mapping[str, float | None] | None = None) -> None:
-        """Notes an event, and logs it. A skipped step or a save replaces the event before it, if that is one too."""
+    def record(
+        self,
+        kind: str,
+        version: int,
+        text: str,
+        figures: Mapping[str, float | None] | None = None,
+        cameras: Mapping[str, int] | None = None,
+        requests: Iterable[str] = (),
+    ) -> None:
+        """Notes an event, and logs it. A skipped step or a save replaces the event before it, if that is one too.
+
+        `cameras` and `requests` are what a step was taken on; the log has the ids of the last few requests.
+        """
         last = self._events[-1] if self._events else None
         if last is not None and kind in _REPLACED and last.kind == kind:
             self._events.pop()
         number = 1 if last is None else last.id + 1
         known = {name: finite((figures or {}).get(name)) for name in FIGURES}
-        event = Event(number, time.time(), kind, version, names_only(text)[:4000], request_id.get(), **known)
+        said, by = names_only(text)[:4000], request_id.get()
+        event = Event(number, time.time(), kind, version, said, by, **known, cameras=_largest(cameras))
         self._events.append(event)
         measured = {name: value for name, value in known.items() if value is not None}
-        fields = {"event": kind, "version": version} | measured
+        fields: dict[str, Any] = {"event": kind, "version": version} | measured
+        if event.cameras:
+            fields |= {"cameras": event.cameras, "requests": list(dict.fromkeys(requests))[-LOGGED_REQUESTS:]}
         log.log(_LEVELS.get(kind, logging.INFO), "%s: %s", kind, text, extra={"fields": fields})
 
     def as_json(self) -> list[dict[str, Any]]:
         return [asdict(event) for event in self._events]
+
+
+def _largest(cameras: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The cameras with the most images; the others are counted together."""
+    if not cameras:
+        return None
+    ranked = sorted(cameras.items(), key=lambda pair: (-pair[1], pair[0]))
+    rest = sum(count for _, count in ranked[SHOWN_CAMERAS:])
+    return dict(ranked[:SHOWN_CAMERAS]) | ({OTHERS: rest} if rest else {})
 
 
 def names_only(text: str) -> str:

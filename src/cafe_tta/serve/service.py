@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ TICK = 2.0  # seconds between two points of the series
 MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
 NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
 NEWCOMERS = ""  # the owner of that share: no camera has this name
+NAMED = 8  # cameras that one event names
 FIRST_IMAGES = 2 * PANEL  # that a restored state is judged on before it answers
 
 
@@ -94,9 +96,12 @@ class Service:
 
     # For clients
 
-    def answer(self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool]) -> Answers:
-        """Answers a batch, and keeps those of its images that may be adapted to."""
+    def answer(
+        self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool], requests: Sequence[str] | None = None
+    ) -> Answers:
+        """Answers a batch, and keeps those of its images that may be adapted to. `requests` are ids, for the log."""
         _check_request(images, cameras, adapt)
+        requests = ["-"] * len(images) if requests is None else requests
         if self._snapshots.candidate is not None:
             self._judge_restored(images, cameras)
         with self._lock:
@@ -122,7 +127,7 @@ class Service:
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
                 takes = adapt[i] and not flaw and self._wanted(camera)
                 if takes:
-                    self._buffer.add(name, images[i], None if camera.images > NEWCOMER else NEWCOMERS)
+                    self._buffer.add(name, images[i], None if camera.images > NEWCOMER else NEWCOMERS, requests[i])
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
@@ -139,6 +144,11 @@ class Service:
     def check_state(self, folder: Path) -> str:
         """What a start with this folder of states would go on from, in words; raises where it would fail."""
         return self._snapshots.require_usable(folder)
+
+    def note(self, kind: str, text: str) -> None:
+        """Records an event of the server around the service."""
+        with self._lock:
+            self._record(kind, text)
 
     def observe(self, images: int, seconds: float) -> None:
         """Notes how long a request took, for the series."""
@@ -313,7 +323,7 @@ class Service:
                         self._cycle()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._cameras.look()
+                    self._note_quarantine(self._cameras.look())
                     with self._lock:
                         self._series.point(self._cameras.drift["overall"], self._cameras.drift["source"])
                     self._save_if_due()
@@ -340,7 +350,7 @@ class Service:
 
     def _cycle(self) -> None:
         began = time.monotonic()
-        self._cameras.assess()
+        self._note_quarantine(self._cameras.assess())
         items: list[Item] = []
         with self._lock:
             like_source, self._like_source = self._like_source, 0
@@ -355,13 +365,15 @@ class Service:
             return  # the waiting images belonged to a camera that was quarantined just now
         ended = time.monotonic()
         with self._lock:
-            self._note(outcome)
+            self._note(outcome, items)
             share = self.settings.adapt_share
             self._not_before = ended + (ended - began) * (1 - share) / share
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: Outcome, items: Sequence[Item]) -> None:
         self._steps[outcome.kind] += 1
-        self._record(outcome.kind, outcome.text, **outcome.figures)
+        by_camera = Counter(item.camera for item in items)
+        requests = [item.request for item in sorted(items, key=lambda item: item.number)]
+        self._events.record(outcome.kind, self._version, outcome.text, outcome.figures, by_camera, requests)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
         if outcome.kind in ("accepted", "rolled_back"):
@@ -373,8 +385,20 @@ class Service:
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 
-    def _record(self, kind: str, text: str, **figures: float | None) -> None:
-        self._events.record(kind, self._version, text, figures)
+    def _record(self, kind: str, text: str) -> None:
+        self._events.record(kind, self._version, text)
+
+    def _note_quarantine(self, changed: Sequence[Camera]) -> None:
+        """Notes which cameras were quarantined or let in again: two events at most, however many cameras."""
+        if not changed:
+            return
+        with self._lock:
+            inside = [f"camera {camera.name}: {camera.quarantined}" for camera in changed if camera.quarantined]
+            outside = [f"camera {camera.name}" for camera in changed if not camera.quarantined]
+            for kind, texts in (("quarantined", inside), ("released", outside)):
+                if texts:
+                    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+                    self._record(kind, "; ".join(texts[:NAMED]) + more)
 
     def _record_problems(self) -> None:
         for text in self._snapshots.problems():

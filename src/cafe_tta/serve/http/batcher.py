@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from cafe_tta.serve.events import request_id
 from cafe_tta.serve.http.middleware import ServeError, bad_request
 from cafe_tta.serve.http.protocol import Result
 
@@ -35,6 +36,7 @@ class Work:
     adapt: bool
     deadline: float  # on the clock of time.monotonic
     answer: "asyncio.Future[Result]"
+    request: str = field(default_factory=request_id.get)  # its id, for the log
     queued: float = field(default_factory=time.monotonic)
     taken: bool = False  # into a batch: its answer is being computed
 
