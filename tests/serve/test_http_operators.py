@@ -55,6 +55,7 @@ def logged(files, tmp_path_factory):
         client.headers.update({"X-Request-ID": "by-hand"})
         assert client.post("/api/save").json()["ok"]
         assert client.post("/api/rollback", json={"version": 0}).json()["ok"]
+        until(lambda: status(client)["drift"]["overall"] is not None, "the drift")
         metrics = client.get("/metrics").text
         assert server.stop() == 0
         lines = server.lines

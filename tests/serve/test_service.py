@@ -248,8 +248,8 @@ def test_rollback(source, serve):
 
 STATUS = {
     "name": str, "method": str, "state": str, "version": int, "started": float, "now": float, "images": int,
-    "answered": int, "adapted_images": int, "steps": dict, "drift": dict, "cameras": list, "groups": list,
-    "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
+    "answered": int, "adapted_images": int, "steps": dict, "drift": dict, "stalled": type(None), "cameras": list,
+    "groups": list, "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
 }  # fmt: skip
 
 
@@ -266,7 +266,8 @@ def test_status_has_the_promised_fields_and_is_plain_json(source, serve):
     assert set(status["drift"]) == {"overall", "source"} and status["drift"]["overall"] > 0
     (camera,) = status["cameras"]
     assert camera.keys() == {
-        "camera", "images", "drift", "share", "opted_out", "last_seen", "quarantined", "model", "clusters"
+        "camera", "images", "drift", "share", "trusted", "contributed", "opted_out", "last_seen", "quarantined",
+        "model", "clusters",
     }  # fmt: skip
     assert camera["camera"] == "gate" and camera["images"] == 96 and camera["share"] == 1.0 and camera["drift"] > 0
     assert all(group.keys() == {"group", "dims", "divergence"} for group in status["groups"]) and status["groups"]

@@ -3,6 +3,7 @@
 There are no threads here: the service calls `cycle` from its own, and holds a lock while it does.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +124,8 @@ class Adaptation:
                 self.snapshots.restore_good()
                 return "refused", f"a step on {len(items)} images was refused: {why}", figures.summary()
         summary = figures.summary() | {"loss": report.loss}
-        self.snapshots.publish(self.snapshots.highest + 1, summary.get("alignment"))
+        contributions = self.snapshots.with_step(Counter(item.camera for item in items))
+        self.snapshots.publish(self.snapshots.highest + 1, summary.get("alignment"), contributions)
         if validation is not None and self.judge.better(figures, self._of_anchor(validation)):
             self.snapshots.anchor.load(self.snapshots.published.version, self.snapshots.good)
         cameras = len({item.camera for item in items})
@@ -168,7 +170,7 @@ class Adaptation:
             figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
             harmless = not self.judge.worse(figures, validation.source, "the source model")
             if harmless and self.judge.better(figures, ours):
-                self.snapshots.publish(earlier.version, earlier.alignment)
+                self.snapshots.publish(earlier.version, earlier.alignment, earlier.contributions)
                 text = f"rolled back from version {bad} to {earlier.version}: {why}"
                 return Outcome("rolled_back", text, figures.summary(), {}, validation.new)
         self.snapshots.back_to_source()

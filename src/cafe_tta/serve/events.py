@@ -21,7 +21,7 @@ SHOWN_CAMERAS = 32  # of a step, by name
 OTHERS = "(others)"
 LOGGED_REQUESTS = 8  # of a step, by id
 FIGURES = ("alignment", "frechet", "entropy", "loss")
-_WARNINGS = ("warning", "refused", "rolled_back", "quarantined")
+_WARNINGS = ("warning", "refused", "rolled_back", "quarantined", "stalled", "undone")
 _LEVELS = dict.fromkeys(_WARNINGS, logging.WARNING) | {"error": logging.ERROR}
 _REPLACED = ("skipped", "saved")  # where the event before is of the same kind
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:/|[A-Za-z]:\\)(?:[^\s/\\'\":;,()]+[/\\])+(?=[^\s/\\'\":;,()])")

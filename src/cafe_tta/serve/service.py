@@ -14,20 +14,19 @@ from torch import Tensor
 from cafe_tta.adapter import Adapter
 from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
-from cafe_tta.serve.buffer import Buffer, Item
+from cafe_tta.serve.buffer import NEWCOMERS, Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
 from cafe_tta.serve.events import Events
 from cafe_tta.serve.judge import PANEL
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
+from cafe_tta.serve.stall import Stall
 from cafe_tta.serve.store import MOST_OPTED_OUT
 from cafe_tta.source import ImageRecord, Reference, SourceStats
 from cafe_tta.source.images import ImageCheck
 
 TICK = 2.0  # seconds between two points of the series
 MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
-NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
-NEWCOMERS = ""  # the owner of that share: no camera has this name
 NAMED = 8  # cameras that one event names
 FIRST_IMAGES = 2 * PANEL  # that a restored state is judged on before it answers
 
@@ -83,6 +82,8 @@ class Service:
         self._cameras = Cameras(settings, num_features, self._reference, self._buffer, self._lock)
         self._opted_out: set[str] = set()
         self._events = Events()
+        self._stall = Stall(settings.step_images)
+        self._stalled = ""  # why adapting comes to nothing
         self._first: list[Item] = []  # images that a restored state will be judged on
         self._series = status.Series()
         self._paused = self._closing = self._busy = False
@@ -97,11 +98,20 @@ class Service:
     # For clients
 
     def answer(
-        self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool], requests: Sequence[str] | None = None
+        self,
+        images: Tensor,
+        cameras: Sequence[str],
+        adapt: Sequence[bool],
+        requests: Sequence[str] | None = None,
+        verified: Sequence[bool] | None = None,
     ) -> Answers:
-        """Answers a batch, and keeps those of its images that may be adapted to. `requests` are ids, for the log."""
+        """Answers a batch, and keeps those of its images that may be adapted to.
+
+        `requests` are ids, for the log; `verified` says which images came with their camera's token.
+        """
         _check_request(images, cameras, adapt)
         requests = ["-"] * len(images) if requests is None else requests
+        verified = [False] * len(images) if verified is None else verified
         if self._snapshots.candidate is not None:
             self._judge_restored(images, cameras)
         with self._lock:
@@ -123,16 +133,20 @@ class Service:
             for i, name in enumerate(cameras):
                 features, prediction, cluster = rows[i]
                 camera = self._cameras.touch(name)
+                camera.verified = verified[i]
                 camera.saw(features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
                 takes = adapt[i] and not flaw and self._wanted(camera)
                 if takes:
-                    self._buffer.add(name, images[i], None if camera.images > NEWCOMER else NEWCOMERS, requests[i])
+                    owner = None if self._cameras.trusts(camera) else NEWCOMERS
+                    self._buffer.add(name, images[i], owner, requests[i])
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
                 drift.append(finite(camera.drift))
             self._answered += len(images)
+            if self._adapting and any(adapt):
+                self._stall.saw(len(images))
             if self._enough():
                 self._wake.notify_all()
         return Answers(passed.logits, labels, probabilities, passed.published, drift, taken, passed.versions)
@@ -167,6 +181,7 @@ class Service:
             restored = self._snapshots.restore(judged=self.settings.judge)
             self._events.extend(restored.events)
             self._opted_out |= set(restored.opted_out)
+            self._cameras.found(restored.trusted)
             self._record_problems()
             self._record("started", f"started with {self.method}{restored.text}")
             if self._snapshots.candidate is not None:
@@ -203,6 +218,7 @@ class Service:
             with self._lock:
                 self._buffer.clear()
                 self._cameras.forget()
+                self._stall.forget()
                 self._patience = 1
                 self._record("reset", "reset by an operator: the source model answers")
 
@@ -238,6 +254,25 @@ class Service:
             self._opted_out.add(camera)
             self._buffer.drop(camera)
 
+    def undo(self, camera: str) -> None:
+        """Opts a camera out, and publishes the newest kept snapshot that was not adapted to its images.
+
+        Where every kept one was, the source model answers. Waits for a running step to end.
+        """
+        self.camera_opt_out(camera)
+        with self._stepping:
+            now = self._version
+            chosen = self._snapshots.take_without(camera)
+            with self._lock:
+                self._buffer.drop(camera)
+                if chosen == now:
+                    self._record("undone", f"camera {camera} was opted out; version {now} had learnt nothing from it")
+                    return
+                self._steps["rolled_back"] += 1
+                self._cameras.forget_clusters()
+                text = f"camera {camera} was opted out, and what the model had learnt from it was undone"
+                self._record("undone", f"{text}: from version {now} to {chosen or 'the source model'}, by an operator")
+
     def status(self) -> dict[str, Any]:
         """Everything that the dashboard shows, as plain JSON."""
         sizes = [] if self._reference is None else self._reference.sizes
@@ -255,7 +290,10 @@ class Service:
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
                 "drift": {name: finite(drift) for name, drift in self._cameras.drift.items()},
-                "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out, clusters),
+                "stalled": self._stalled or None,
+                "cameras": status.describe_cameras(
+                    self._cameras, self._images, self._opted_out, clusters, self._snapshots.contributions
+                ),
                 "clusters": status.describe_clusters(clusters),
                 "groups": status.describe_groups(self._cameras.divergences, sizes),
                 "classes": status.describe_classes(self._cameras, self.class_names),
@@ -298,9 +336,15 @@ class Service:
     def _adapting(self) -> bool:
         return self.settings.adapt and not self._paused
 
+    @property
+    def _only_verified(self) -> bool:
+        return self.settings.camera_tokens is not None and self.settings.unknown_cameras == "answer"
+
     def _wanted(self, camera: Camera) -> bool:
         """Whether a good image of a camera is adapted to."""
         if not self._adapting or camera.name in self._opted_out or camera.quarantined:
+            return False
+        if self._only_verified and not camera.verified:
             return False
         if self.settings.gate and camera.looks_like_source:
             self._like_source += 1
@@ -325,6 +369,7 @@ class Service:
                     next_tick = time.monotonic() + TICK
                     self._note_quarantine(self._cameras.look())
                     with self._lock:
+                        self._look_for_stall()
                         self._series.point(self._cameras.drift["overall"], self._cameras.drift["source"])
                     self._save_if_due()
             except Exception as error:  # whatever goes wrong here, clients are answered
@@ -371,9 +416,11 @@ class Service:
 
     def _note(self, outcome: Outcome, items: Sequence[Item]) -> None:
         self._steps[outcome.kind] += 1
+        self._cameras.count_step()
         by_camera = Counter(item.camera for item in items)
         requests = [item.request for item in sorted(items, key=lambda item: item.number)]
         self._events.record(outcome.kind, self._version, outcome.text, outcome.figures, by_camera, requests)
+        self._stall.note(outcome.kind, by_camera)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
         if outcome.kind in ("accepted", "rolled_back"):
@@ -399,6 +446,14 @@ class Service:
                 if texts:
                     more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
                     self._record(kind, "; ".join(texts[:NAMED]) + more)
+
+    def _look_for_stall(self) -> None:
+        """Notes when adapting begins to come to nothing, and when that is over."""
+        before, self._stalled = self._stalled, self._stall.text if self._adapting else ""
+        if self._stalled and not before:
+            self._record("stalled", self._stalled)
+        elif before and not self._stalled:
+            self._record("recovered", "steps are accepted again, or none is needed")
 
     def _record_problems(self) -> None:
         for text in self._snapshots.problems():
@@ -430,7 +485,8 @@ class Service:
     def _save(self, text: str) -> None:
         with self._lock:
             events, opted_out = list(self._events), sorted(self._opted_out)
-        path = self._snapshots.save(events, opted_out)
+            trusted = self._cameras.trusted_names()
+        path = self._snapshots.save(events, opted_out, trusted)
         if path is not None:
             with self._lock:
                 self._record("saved", f"version {self._version} {text}: {path.name}")

@@ -20,6 +20,7 @@ PREFIX = "CAFE_TTA_SERVE_"
 MEBIBYTE = 2**20
 
 _MODEL, _ADAPTING, _JUDGE, _STATE = "Model", "Adapting", "Judging every step", "Keeping the adapted model"
+_TRUST = "Which cameras are trusted"
 _NETWORK, _QUEUE = "The network", "Batches and the queue (Triton's names)"
 _LIMITS, _LOG = "Limits", "Logging and metrics"
 
@@ -74,6 +75,18 @@ class Settings(MethodOptions, ModelOptions):
         above=0,
     )
     seed: int = option(0, "Seed of the random draws from the buffer.", panel=_ADAPTING, least=0)
+
+    camera_tokens: Path | None = option(
+        None,
+        'TOML file of cameras\' tokens, gate-1 = "token"; their images need one. Read again when it changes.',
+        panel=_TRUST,
+    )
+    unknown_cameras: Literal["share", "answer", "refuse"] = option(
+        "share",
+        "With camera_tokens, what becomes of cameras without one: share, that all of them count as one camera; answer, "
+        "that nothing is adapted to them; refuse.",
+        panel=_TRUST,
+    )
 
     judge: bool = option(
         True,

@@ -4,8 +4,9 @@ import copy
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from cafe_tta.adapter import Adapter
 from cafe_tta.classifier import describe_difference
-from cafe_tta.serve.events import Event
+from cafe_tta.serve.events import OTHERS, Event
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.store import AdapterMeta, Saved, Store, read_files
 
 SOURCE_VERSION = 0
 CHUNK = 16  # images in one background pass: an answer has to wait for no more than these
+CONTRIBUTORS = 2048  # cameras whose images are counted by name for a snapshot
 GROWTH = 100  # factor by which the values of a tensor may exceed those of the source model
 SMALL = 0.1  # root mean square of a tensor below which that factor is taken of this instead: zeros may become anything
 _CLASSIFIER = re.compile(r"(\d+\.)?classifier\.")
@@ -50,6 +52,11 @@ def overgrown(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> st
         if factor > GROWTH:
             return f"`{name}` is {factor:.0f} times as large as in the source model"
     return ""
+
+
+def _learnt(camera: str, contributions: Mapping[str, int]) -> bool:
+    """Whether images of a camera may be among those that a model was adapted to."""
+    return camera in contributions or OTHERS in contributions
 
 
 def _size(tensor: Tensor) -> Tensor:
@@ -148,6 +155,7 @@ class Snapshot:
     time: float
     tensors: Mapping[str, Tensor]
     alignment: float | None = None
+    contributions: Mapping[str, int] = field(default_factory=dict)  # images of each camera, in all steps that led here
 
     def describe(self) -> dict[str, Any]:
         return {"version": self.version, "time": self.time, "alignment": self.alignment}
@@ -192,6 +200,7 @@ class Restored:
     text: str = ""  # continues the sentence "started with …"
     events: Sequence[Event] = ()
     opted_out: Sequence[str] = ()
+    trusted: Sequence[str] = ()
 
 
 # All of them together
@@ -207,6 +216,7 @@ class Snapshots:
         self.published = Published(adapter)
         self.history = History(settings.history, int(settings.history_megabytes * 2**20))
         self.highest = SOURCE_VERSION  # version that was given out
+        self.contributions: dict[str, int] = {}  # of the published snapshot
         self.good = copied(adapter.state())  # of the published snapshot, with the optimiser's memory
         self._of_source = self.good  # constant
         # The best snapshot so far. Steps that are each a little worse than the one before add up; compared with this
@@ -220,13 +230,44 @@ class Snapshots:
         self._next_save = time.monotonic() + settings.save_every
         self._saved: tuple[Any, ...] = ()  # version, highest version and opt-outs of the last file
 
-    def publish(self, version: int, alignment: float | None = None) -> None:
-        """Lets the adapter as it is now answer."""
+    def publish(
+        self, version: int, alignment: float | None = None, contributions: Mapping[str, int] | None = None
+    ) -> None:
+        """Lets the adapter as it is now answer. `contributions`: see `Snapshot`."""
         self.good = copied(self.adapter.state())
         self.published.swap_in(version, self.good)
         self.highest = max(self.highest, version)
+        self.contributions = dict(contributions or {})
         if version != SOURCE_VERSION:
-            self.history.add(Snapshot(version, time.time(), for_answering(self.good), alignment))
+            tensors = for_answering(self.good)
+            self.history.add(Snapshot(version, time.time(), tensors, alignment, self.contributions))
+
+    def with_step(self, cameras: Mapping[str, int]) -> dict[str, int]:
+        """The published snapshot's contributions, and those of a step after it. Past a limit, names are dropped."""
+        counts = Counter(self.contributions) + Counter(cameras)
+        while len(counts) > CONTRIBUTORS:
+            *_, (least, images) = Counter({n: c for n, c in counts.items() if n != OTHERS}).most_common()
+            del counts[least]
+            counts[OTHERS] += images
+        return dict(counts)
+
+    def take_without(self, camera: str) -> int:
+        """Publishes the newest kept state that has not learnt from a camera, or the source model; its version."""
+        while self.candidate is not None and _learnt(camera, self.candidate.meta.learnt_from):
+            self.reject_candidate(f"it was adapted to images of {camera}")
+        if not _learnt(camera, self.contributions):
+            return self.published.version
+        for snapshot in reversed(list(self.history)):
+            if not _learnt(camera, snapshot.contributions):
+                self.take(snapshot.version, snapshot.tensors, snapshot.contributions)
+                return snapshot.version
+        for saved in () if self._store is None else self._store.readable():
+            meta = saved.meta
+            if meta.version != SOURCE_VERSION and not _learnt(camera, meta.learnt_from) and not self._unfit(saved):
+                self.take(meta.version, saved.tensors, meta.learnt_from)
+                return meta.version
+        self.back_to_source()
+        return SOURCE_VERSION
 
     def restore_good(self) -> None:
         """Sets the adapter back to what was published last."""
@@ -238,11 +279,11 @@ class Snapshots:
         self.publish(SOURCE_VERSION)
         self.anchor.load(SOURCE_VERSION, self.good)
 
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def take(self, version: int, tensors: Mapping[str, Tensor], contributions: Mapping[str, int] | None = None) -> None:
         """Publishes a kept state, and goes on from it; one that does not fit is refused as a whole."""
         self._load(tensors)
         self.candidate = None
-        self.publish(version)
+        self.publish(version, contributions=contributions)
         self.anchor.load(version, self.good)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -272,14 +313,14 @@ class Snapshots:
             self.back_to_source()
             return version
         if snapshot := self.history.get(version):
-            self.take(version, snapshot.tensors)
+            self.take(version, snapshot.tensors, snapshot.contributions)
             return version
         saved = None if self._store is None else self._store.find(version)
         if saved is None:
             known = ", ".join(str(snapshot.version) for snapshot in self.history) or "none"
             raise ValueError(f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source")
         self._require_ours(saved)
-        self.take(version, saved.tensors)
+        self.take(version, saved.tensors, saved.meta.learnt_from)
         return version
 
     # On disk
@@ -291,7 +332,7 @@ class Snapshots:
     def save_due(self) -> bool:
         return self._store is not None and time.monotonic() >= self._next_save
 
-    def save(self, events: Sequence[Event], opted_out: list[str]) -> Path | None:
+    def save(self, events: Sequence[Event], opted_out: list[str], trusted: list[str]) -> Path | None:
         """Writes the published state, unless the last file holds it already. None where nothing was written."""
         self._next_save = time.monotonic() + self._save_every
         now = (self.published.version, self.highest, opted_out)
@@ -304,6 +345,8 @@ class Snapshots:
             "adapter": AdapterMeta(**self.adapter._state_meta()),
             "events": list(events),
             "opted_out": opted_out,
+            "trusted": trusted,
+            "contributions": self.contributions,
             "snapshots": [snapshot.describe() for snapshot in self.history],
         }
         path = self._store.write(self.good, meta)
@@ -345,8 +388,8 @@ class Snapshots:
         if meta.version == SOURCE_VERSION:
             self.candidate = None
         elif not judged:
-            self.take(meta.version, saved.tensors)
-        return Restored(text, meta.events, meta.opted_out)
+            self.take(meta.version, saved.tensors, meta.learnt_from)
+        return Restored(text, meta.events, meta.opted_out, meta.trusted)
 
     def problems(self) -> list[str]:
         """Why saved states were passed over since this was last asked."""
@@ -364,7 +407,7 @@ class Snapshots:
         """Publishes the candidate."""
         saved = self.candidate
         assert saved is not None
-        self.take(saved.meta.version, saved.tensors)
+        self.take(saved.meta.version, saved.tensors, saved.meta.learnt_from)
         self._older = iter(())
         return saved
 

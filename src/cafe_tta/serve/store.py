@@ -14,7 +14,7 @@ from cafe_tta import storage
 from cafe_tta.locking import lock_file
 from cafe_tta.options import Options, option
 from cafe_tta.serve.cameras import check_name
-from cafe_tta.serve.events import EVENTS, MOST_VERSION, Event, from_json
+from cafe_tta.serve.events import EVENTS, MOST_VERSION, OTHERS, Event, from_json
 
 KIND, FORMAT = "serve-snapshot", 1
 MOST_OPTED_OUT = 10_000
@@ -46,6 +46,8 @@ class SavedMeta(Options):
     adapter: AdapterMeta = option(None, "What the adapter says of itself.")
     events: list[Event] = option(None, "The last events.")
     opted_out: list[str] = option(None, "Cameras that are not adapted to.")
+    trusted: list[str] = option([], "Cameras that need not earn their trust again.")
+    contributions: dict[str, int] | None = option(None, "Images of each camera that this version was adapted to.")
     snapshots: list[Any] = option([], "Snapshots that were in memory, for people who read the file.")
 
     def __post_init__(self) -> None:
@@ -54,8 +56,15 @@ class SavedMeta(Options):
             raise ValueError(f"expected `version` to be at most `highest` = {self.highest}, but got {self.version}")
         if len(self.events) > EVENTS or len(self.opted_out) > MOST_OPTED_OUT:
             raise ValueError(f"expected at most {EVENTS} events and {MOST_OPTED_OUT} cameras that are opted out")
-        for name in self.opted_out:
+        for name in (*self.opted_out, *self.trusted, *self.learnt_from):
             check_name(name)
+        if not all(type(count) is int and count > 0 for count in self.learnt_from.values()):
+            raise ValueError("expected `contributions` to be numbers of images")
+
+    @property
+    def learnt_from(self) -> dict[str, int]:
+        """The contributions; a file of an earlier release, which has none, may have learnt from any camera."""
+        return {OTHERS: 1} if self.contributions is None else self.contributions
 
     @classmethod
     def read(cls, content: Any) -> "SavedMeta":

@@ -29,6 +29,7 @@ EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration"]
 WATCHERS = 64  # dashboards that may be open at once
 CONTROLS = ("pause", "resume", "reset", "rollback", "save")
 RELOAD = "reload"
+_CAMERA = '{"adapt": true or false} or {"undo": true}'
 
 
 Next = Callable[[], tuple[Service, Preprocessing]]
@@ -240,8 +241,11 @@ class App:
         return await self._act(action, lambda: self.service.rollback(chosen) if action == "rollback" else act())
 
     async def camera(self, request: Request, name: str) -> Response:
-        """Excludes a camera from adapting, or lets it in again."""
-        adapt = _adapt_flag(await self._operator_body(request))
+        """Excludes a camera from adapting, lets it in again, or undoes what was learnt from it."""
+        body = await self._operator_body(request)
+        if _wants_undo(body):
+            return await self._act(f"camera {name!r} undone", lambda: self.service.undo(name))
+        adapt = _adapt_flag(body)
         act = "opted in" if adapt else "opted out"
         return await self._act(f"camera {name!r} {act}", lambda: self.service.camera_opt_out(name, out=not adapt))
 
@@ -328,11 +332,16 @@ def _rollback_version(body: bytearray) -> int | None:
     return version
 
 
+def _wants_undo(body: bytearray) -> bool:
+    content = _read_json(body, _CAMERA)
+    return isinstance(content, dict) and list(content) == ["undo"] and content["undo"] is True
+
+
 def _adapt_flag(body: bytearray) -> bool:
-    content = _read_json(body, '{"adapt": true or false}')
+    content = _read_json(body, _CAMERA)
     adapt = content.get("adapt") if isinstance(content, dict) else None
     if not isinstance(adapt, bool):
-        raise bad_request(f'expected {{"adapt": true or false}}, but got {str(content)[:80]}')
+        raise bad_request(f"expected {_CAMERA}, but got {str(content)[:80]}")
     return adapt
 
 

@@ -14,12 +14,13 @@ from fastapi import Request
 from starlette.responses import Response
 from torch import Tensor
 
+from cafe_tta.serve.credentials import Credentials
 from cafe_tta.serve.http.batcher import Batcher, Work
 from cafe_tta.serve.http.body import Lease, PendingBytes, pack, read_body
 from cafe_tta.serve.http.metrics import Metrics
 from cafe_tta.serve.http.middleware import ServeError, check_site
 from cafe_tta.serve.http.plain import is_plain, read_plain
-from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply
+from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply, shown
 from cafe_tta.serve.service import Service
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class Inference:
 
     def __init__(self, service: Service, signature: Signature, metrics: Metrics) -> None:
         self.service, self.signature, self.settings, self.metrics = service, signature, service.settings, metrics
+        tokens = self.settings.camera_tokens
+        self.credentials = None if tokens is None else Credentials(tokens)
         self.batcher: Batcher | None = None  # made on the event loop
         self.warm = False  # the model has answered an image
         self.stopping = asyncio.Event()
@@ -88,7 +91,8 @@ class Inference:
             limit, patience = self.settings.max_body_bytes, self.settings.body_timeout_seconds
             body = await read_body(request, lease, limit, patience, admit)
             parsed = await self._parse(request, body)
-            result = await self.answer(parsed, lease, len(body), count.started)
+            authorization = request.headers.get("authorization", "")
+            result = await self.answer(parsed, authorization, lease, len(body), count.started)
             accepted = request.headers.get("accept-encoding", "")
             if parsed.count * self.signature.num_classes <= QUICK_NUMBERS:
                 response = self._write(parsed, result, accepted)
@@ -104,10 +108,11 @@ class Inference:
             raise ServeError(503, "the model is not ready yet", retry_after=1)
         self.batcher.check_room()
 
-    async def answer(self, parsed: InferRequest, lease: Lease, held: int, started: float) -> Result:
+    async def answer(self, parsed: InferRequest, authorization: str, lease: Lease, held: int, started: float) -> Result:
         """The answer to a request that was admitted, and whose body holds so many bytes."""
         batcher, settings = self.batcher, self.settings
         assert batcher is not None
+        verified = self.verify(parsed.camera, authorization)
         timeout = settings.default_timeout_microseconds / 1e6
         if parsed.timeout is not None and settings.allow_timeout_override:
             timeout = min(timeout, parsed.timeout)
@@ -119,7 +124,21 @@ class Inference:
 
             images = make() if self._is_quick(parsed) else await self._decode(make)
             left = timeout - (time.monotonic() - started)
-            return await batcher.submit(images, parsed.camera, parsed.adapt, left)
+            return await batcher.submit(images, parsed.camera, parsed.adapt, left, verified)
+
+    def verify(self, camera: str, authorization: str) -> bool:
+        """Whether a request came with its camera's token; refuses names that are bound to another client."""
+        if self.credentials is None:
+            return False
+        kind, _, token = authorization.partition(" ")
+        if self.credentials.knows(camera):
+            if kind.lower() == "bearer" and self.credentials.fits(camera, token.strip()):
+                return True
+            given = "its token is wrong" if authorization else "this needs the header Authorization: Bearer …"
+            raise ServeError(401, f"the camera {shown(camera)} has a token: {given}")
+        if self.settings.unknown_cameras == "refuse":
+            raise ServeError(401, f"no camera {shown(camera)} is known here, and others are refused (unknown_cameras)")
+        return False
 
     @contextmanager
     def counted(self) -> Iterator["Count"]:
@@ -175,7 +194,8 @@ class Inference:
         cameras = [work.camera for work in batch for _ in range(len(work))]
         adapt = [work.adapt for work in batch for _ in range(len(work))]
         requests = [work.request for work in batch for _ in range(len(work))]
-        answers = self.service.answer(images, cameras, adapt, requests)
+        verified = [work.verified for work in batch for _ in range(len(work))]
+        answers = self.service.answer(images, cameras, adapt, requests, verified)
         if len(answers.logits) != len(images) or not torch.isfinite(answers.logits).all():
             raise ValueError("the model's answer to these images is not finite; are they preprocessed as it needs?")
         results, start = [], 0

@@ -119,6 +119,8 @@ class _OfService(Collector):
         yield GaugeMetricFamily(
             "cafe_tta_adapting", "1 while the model adapts.", value=float(status["state"] == "adapting")
         )
+        stalled = float(status["stalled"] is not None)
+        yield GaugeMetricFamily("cafe_tta_stalled", "1 while adapting comes to nothing.", value=stalled)
         cameras = status["cameras"]
         yield GaugeMetricFamily("cafe_tta_cameras", "Cameras that are known.", value=len(cameras))
         quarantined = sum(camera["quarantined"] is not None for camera in cameras)

@@ -106,7 +106,8 @@ class Service:
             size = request.ByteSize()
             lease.grow_to(size)
             parsed = read_message(request, inference.signature)
-            result = await inference.answer(parsed, lease, size, count.started)
+            authorization = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+            result = await inference.answer(parsed, authorization, lease, size, count.started)
             count.images = parsed.count
             return write_message(parsed, result, inference.signature)
 
