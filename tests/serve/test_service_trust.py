@@ -9,7 +9,7 @@ import torch
 import cafe_tta as cafe
 from cafe_tta.serve import Service, Settings
 from cafe_tta.serve.buffer import NEWCOMERS, Buffer
-from cafe_tta.serve.cameras import FOUNDING_STEPS, NEWCOMER, TRUST_STEPS
+from cafe_tta.serve.cameras import FOUNDING_STEPS, NEWCOMER, TRUST_STEPS, Camera
 from cafe_tta.serve.credentials import LOOK_EVERY, Credentials
 from cafe_tta.serve.events import OTHERS
 from cafe_tta.serve.snapshots import CONTRIBUTORS
@@ -132,6 +132,29 @@ def test_cameras_without_a_token_are_answered_and_not_adapted_to_where_settings_
     service = serve(camera_tokens=tokens, unknown_cameras="answer")
     answers = service.answer(images(4), ["x", "x", "gate", "gate"], [True] * 4, verified=[False, False, True, True])
     assert answers.adapted == [False, False, True, True] and len(answers.logits) == 4
+
+
+def test_new_cameras_are_quarantined_as_one(serve, monkeypatch):
+    """None of them is there for long enough to be found out alone."""
+    service = serve(judge=True, step_images=400, buffer_images=2048, validation_images=64)
+    send(service, "gate", 2 * NEWCOMER)
+    seen = []
+
+    def suspicion(camera, reference):
+        seen.append((camera.name, len(camera.predictions)))
+        return "it shows one class only" if camera.name == NEWCOMERS and len(camera.predictions) >= 64 else ""
+
+    monkeypatch.setattr(Camera, "suspicion", suspicion)
+    for number in range(8):
+        send(service, f"fake-{number}", 10, seed=number + 1)
+    assert NEWCOMERS in service._buffer.sizes()
+    service._note_quarantine(service._cameras.assess())
+    assert (NEWCOMERS, NEWCOMER + 80) in seen  # also the first images of the honest one
+    assert NEWCOMERS not in service._buffer.sizes() and "gate" in service._buffer.sizes()
+    answers = service.answer(images(2, 99), ["fake-8", "gate"], [True] * 2)
+    assert answers.adapted == [False, True]
+    event = service.status()["events"][-1]
+    assert (event["kind"], event["text"]) == ("quarantined", "all new cameras, taken as one: it shows one class only")
 
 
 def fill(buffer, owner, count):

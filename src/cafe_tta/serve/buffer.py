@@ -151,6 +151,10 @@ class Buffer:
             if not len(share):
                 del self._shares[owner]
 
+    def drop_share(self, owner: str) -> None:
+        """Removes the images of a share."""
+        self._size -= len(self._shares.pop(owner, ()))
+
     def clear(self) -> None:
         self._shares.clear()
         self._size = 0

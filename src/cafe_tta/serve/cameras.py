@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cafe_tta.serve.buffer import Buffer
+from cafe_tta.serve.buffer import NEWCOMERS, Buffer
 from cafe_tta.serve.settings import Settings
 from cafe_tta.source import Reference
 from cafe_tta.source.reference import MIN_IMAGES
@@ -123,6 +123,7 @@ class Cameras:
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
         self.steps = 0  # that were taken or refused
         self._founders: frozenset[str] = frozenset()  # of an earlier run
+        self.crowd = Camera(NEWCOMERS)  # all that are not trusted, as one camera
         self.divergences: Tensor | None = None  # (K,): of each feature group of recent images, as they were answered
         self.drift: dict[str, float | None] = {}  # of recent images: as they were answered, and for the source model
         self.forget()
@@ -177,6 +178,7 @@ class Cameras:
         kept = ("name", "images", "adapted", "last_seen", "founder", "steps", "verified")
         for name, camera in self._cameras.items():
             self._cameras[name] = Camera(**{part: getattr(camera, part) for part in kept})
+        self.crowd = Camera(NEWCOMERS)
         self.drift = {"overall": None, "source": None}
         self.divergences = None
 
@@ -190,7 +192,7 @@ class Cameras:
         turned = []
         with self._lock:
             self._trim()
-            changed = [camera for camera in self if camera.changed]
+            changed = [camera for camera in (*self, self.crowd) if camera.changed]
             parts = []
             for camera in changed:
                 camera.changed = False
@@ -207,8 +209,15 @@ class Cameras:
                 if bool(before) != bool(camera.quarantined):
                     turned.append(camera)
                 if camera.quarantined or (self._settings.gate and camera.looks_like_source):
-                    self._buffer.drop(camera.name)  # images that came before this was known
+                    self._drop(camera)
         return turned
+
+    def _drop(self, camera: Camera) -> None:
+        """Removes images that came before it was known that they are not adapted to."""
+        if camera is not self.crowd:
+            self._buffer.drop(camera.name)
+        elif camera.quarantined:
+            self._buffer.drop_share(NEWCOMERS)
 
     def look(self) -> list[Camera]:
         """Updates the drift of the whole stream, after `assess`."""

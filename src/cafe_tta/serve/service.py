@@ -134,12 +134,15 @@ class Service:
                 features, prediction, cluster = rows[i]
                 camera = self._cameras.touch(name)
                 camera.verified = verified[i]
-                camera.saw(features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
+                seen = (features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
+                camera.saw(*seen)
+                trusted = self._cameras.trusts(camera)
+                if not trusted:
+                    self._cameras.crowd.saw(*seen)
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
-                takes = adapt[i] and not flaw and self._wanted(camera)
+                takes = adapt[i] and not flaw and self._wanted(camera, trusted)
                 if takes:
-                    owner = None if self._cameras.trusts(camera) else NEWCOMERS
-                    self._buffer.add(name, images[i], owner, requests[i])
+                    self._buffer.add(name, images[i], None if trusted else NEWCOMERS, requests[i])
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
@@ -340,11 +343,11 @@ class Service:
     def _only_verified(self) -> bool:
         return self.settings.camera_tokens is not None and self.settings.unknown_cameras == "answer"
 
-    def _wanted(self, camera: Camera) -> bool:
+    def _wanted(self, camera: Camera, trusted: bool) -> bool:
         """Whether a good image of a camera is adapted to."""
         if not self._adapting or camera.name in self._opted_out or camera.quarantined:
             return False
-        if self._only_verified and not camera.verified:
+        if not trusted and (self._only_verified or self._cameras.crowd.quarantined):
             return False
         if self.settings.gate and camera.looks_like_source:
             self._like_source += 1
@@ -416,7 +419,8 @@ class Service:
 
     def _note(self, outcome: Outcome, items: Sequence[Item]) -> None:
         self._steps[outcome.kind] += 1
-        self._cameras.count_step()
+        if items:
+            self._cameras.count_step()
         by_camera = Counter(item.camera for item in items)
         requests = [item.request for item in sorted(items, key=lambda item: item.number)]
         self._events.record(outcome.kind, self._version, outcome.text, outcome.figures, by_camera, requests)
@@ -440,8 +444,8 @@ class Service:
         if not changed:
             return
         with self._lock:
-            inside = [f"camera {camera.name}: {camera.quarantined}" for camera in changed if camera.quarantined]
-            outside = [f"camera {camera.name}" for camera in changed if not camera.quarantined]
+            inside = [f"{_called(camera)}: {camera.quarantined}" for camera in changed if camera.quarantined]
+            outside = [_called(camera) for camera in changed if not camera.quarantined]
             for kind, texts in (("quarantined", inside), ("released", outside)):
                 if texts:
                     more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
@@ -532,6 +536,10 @@ def _forward(images: Tensor, of_source: Sequence[bool], published: Replica, sour
     own, others = iter(ours.clusters), iter(theirs.clusters)
     clusters = [next(others if of else own) for of in of_source]
     return _Passed(features, logits, versions, clusters, ours.version)
+
+
+def _called(camera: Camera) -> str:
+    return f"camera {camera.name}" if camera.name else "all new cameras, taken as one"
 
 
 def _said(error: OSError) -> str:
