@@ -24,7 +24,8 @@ FIGURES = ("alignment", "frechet", "entropy", "loss")
 _WARNINGS = ("warning", "refused", "rolled_back", "quarantined", "stalled", "undone")
 _LEVELS = dict.fromkeys(_WARNINGS, logging.WARNING) | {"error": logging.ERROR}
 _REPLACED = ("skipped", "saved")  # where the event before is of the same kind
-_FOLDERS = re.compile(r"(?<![\w.:/])(?:/|[A-Za-z]:\\)(?:[^\s/\\'\":;,()]+[/\\])+(?=[^\s/\\'\":;,()])")
+_NAME = r"[^\s/\\'\":;,()]+"  # of a file or a folder, or a part of it between spaces
+_FOLDERS = re.compile(rf"(?<![\w.:/])(?:/|[A-Za-z]:\\)(?:{_NAME}(?: {_NAME}){{0,3}}[/\\])+(?={_NAME})")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _largest(cameras: Mapping[str, int] | None) -> dict[str, int] | None:
 def names_only(text: str) -> str:
     """The text with the folders of absolute paths left out: clients need not know where things are on the host.
 
-    >>> names_only("cannot read '/srv/state/snapshot-1.safetensors': no such file; see /v2 and 3/4")
-    "cannot read 'snapshot-1.safetensors': no such file; see /v2 and 3/4"
+    >>> names_only("cannot read /srv/my state/snapshot-1.safetensors: no such file; 3/4 are read")
+    'cannot read snapshot-1.safetensors: no such file; 3/4 are read'
     """
     return _FOLDERS.sub("", text)

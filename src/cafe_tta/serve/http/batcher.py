@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from cafe_tta.serve.events import request_id
+from cafe_tta.serve.events import names_only, request_id
 from cafe_tta.serve.http.middleware import ServeError, bad_request
 from cafe_tta.serve.http.protocol import Result
 
@@ -246,7 +246,7 @@ class Batcher:
             if len(batch) > 1:
                 return [outcome for work in batch for outcome in self._answer([work])]
             if isinstance(error, ValueError):
-                return [bad_request(str(error))]
+                return [bad_request(names_only(str(error)))]
             self.failing = True
             log.exception("the model failed on %d images", len(batch[0]))
             return [ServeError(500, f"the model failed: {type(error).__name__}; the server's log says more")]

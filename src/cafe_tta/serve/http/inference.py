@@ -97,7 +97,7 @@ class Inference:
             if parsed.count * self.signature.num_classes <= QUICK_NUMBERS:
                 response = self._write(parsed, result, accepted)
             else:
-                response = await self._decode(lambda: self._write(parsed, result, accepted))
+                response = await self.decode(lambda: self._write(parsed, result, accepted))
             count.images = parsed.count
             return response
 
@@ -122,7 +122,7 @@ class Inference:
             def make() -> Tensor:
                 return prepare(parsed, self.signature.preprocessing, settings.max_image_pixels)
 
-            images = make() if self._is_quick(parsed) else await self._decode(make)
+            images = make() if self._is_quick(parsed) else await self.decode(make)
             left = timeout - (time.monotonic() - started)
             return await batcher.submit(images, parsed.camera, parsed.adapt, left, verified)
 
@@ -167,7 +167,7 @@ class Inference:
         header = request.headers.get("inference-header-content-length")
         if len(body) <= QUICK or (header is not None and len(header) <= 5):
             return parse(body, header, self.signature)
-        parsed: InferRequest = await self._decode(lambda: parse(body, header, self.signature))
+        parsed: InferRequest = await self.decode(lambda: parse(body, header, self.signature))
         return parsed
 
     def _is_quick(self, request: InferRequest) -> bool:
@@ -175,7 +175,8 @@ class Inference:
         pixels, side = request.pixels, self.signature.preprocessing.size
         return pixels is not None and pixels.size <= QUICK and (side, side) in (pixels.shape[1:3], pixels.shape[2:])
 
-    async def _decode(self, work: Callable[[], Any]) -> Any:
+    async def decode(self, work: Callable[[], Any]) -> Any:
+        """Slow work, in a thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
 
     def _write(self, request: InferRequest, result: Result, accepted: str) -> Response:

@@ -14,6 +14,7 @@ from cafe_tta._version import __version__
 from cafe_tta.serve.events import request_id
 from cafe_tta.serve.http.app import EXTENSIONS, App
 from cafe_tta.serve.http.body import Lease
+from cafe_tta.serve.http.inference import QUICK
 from cafe_tta.serve.http.middleware import REQUEST_ID, ServeError
 from cafe_tta.serve.http.protocol import (
     VERSION,
@@ -105,11 +106,15 @@ class Service:
             inference.admit(request.model_name, request.model_version or VERSION)
             size = request.ByteSize()
             lease.grow_to(size)
-            parsed = read_message(request, inference.signature)
+            signature = inference.signature
+            if size <= QUICK:
+                parsed = read_message(request, signature)
+            else:
+                parsed = await inference.decode(lambda: read_message(request, signature))
             authorization = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
             result = await inference.answer(parsed, authorization, lease, size, count.started)
             count.images = parsed.count
-            return write_message(parsed, result, inference.signature)
+            return write_message(parsed, result, signature)
 
     async def _is_ready(self) -> bool:
         try:
