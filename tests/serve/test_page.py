@@ -203,6 +203,21 @@ def check_clusters(driver, client) -> None:
     assert not errors(driver)
 
 
+def test_adapting_that_comes_to_nothing_is_shown(files):
+    require_browser()
+    with browser() as driver, serve(files) as server, server.until_ready().client() as client:
+        driver.get(server.url)
+        until(driver, lambda: texts(driver, "#name") == ["small"], "the page")
+        assert not shown(driver, "#stalled")
+        assert client.post("/api/cameras/gate", json={"adapt": False}).json()["ok"]
+        noise = np.random.default_rng(0).integers(0, 256, (512, 32, 32, 3)).astype(np.uint8)
+        send(server, "gate", noise)
+        until(driver, lambda: shown(driver, "#stalled"), "the red line")
+        (text,) = texts(driver, "#stalled")
+        assert text.startswith("Adapting comes to nothing: no step was taken for 512 images")
+        assert not errors(driver)
+
+
 def test_a_lost_connection_is_shown_and_found_again(files):
     require_browser()
     with browser(390, 844, dark=True) as driver:
