@@ -29,7 +29,7 @@ from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.options import Described, _Rule
 from cafe_tta.runs.measure import Followed, Measurement
 from cafe_tta.runs.measure import notes as measure_notes
-from cafe_tta.serve.snapshots import FORMAT, KIND
+from cafe_tta.serve.store import FORMAT, KIND
 
 COMMANDS = ("demo", "train", "stats", "adapt", "corrupt", "bench", "report", "methods")
 runner = CliRunner()
@@ -775,10 +775,12 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
     (tmp_path / "state").mkdir()
     assert "nothing saved yet" in run(*serve, tmp_path / "state").stdout
     classifier = split_classifier(models.load(made / "model/model.safetensors").model)
+    tensors = create("tent", classifier).state()
     for number, (method, other) in enumerate((("adabn", False), ("tent", True), ("tent", False)), 1):
         identity = classifier.identity() | ({"feature_layer": "head"} if other else {})
-        meta = {"adapter": {"method": method, "classifier": identity, "config": {}}, "version": 3}
-        storage.write(tmp_path / f"state/snapshot-{number:08d}.safetensors", KIND, FORMAT, {}, meta)
+        adapter = {"method": method, "classifier": identity, "config": {}, "counters": {}}
+        meta = {"time": 0.0, "adapter": adapter, "version": 3, "highest": 3, "events": [], "opted_out": []}
+        storage.write(tmp_path / f"state/snapshot-{number:08d}.safetensors", KIND, FORMAT, tensors, meta)
         if method == "adabn":
             assert "is a state of 'adabn', but this is 'tent'; choose another folder" in run(
                 *serve, tmp_path / "state", code=2).stderr  # fmt: skip
@@ -786,6 +788,10 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
             assert "does not belong to this classifier" in run(*serve, tmp_path / "state", code=2).stderr
         else:
             assert "continues with version 3 of snapshot-00000003" in run(*serve, tmp_path / "state").stdout
+    storage.write(tmp_path / "state/snapshot-00000004.safetensors", KIND, FORMAT, tensors, meta | {"version": -5})
+    said = " ".join(run(*serve, tmp_path / "state").stdout.split())
+    assert "continues with version 3 of snapshot-00000003" in said
+    assert "passed over: snapshot-00000004.safetensors: expected `version` to be between 0 and" in said
 
 
 # What a run came to

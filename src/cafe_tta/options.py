@@ -360,7 +360,7 @@ def _words(kind: Any) -> str:
     if typing.get_origin(kind) in (tuple, list):
         numeric = typing.get_args(kind)[0] is float
         return "a list of numbers, such as 0.5,0.5,0.5" if numeric else "a list, such as a,b"
-    return _WORDS.get(kind, str(kind))
+    return _WORDS.get(typing.get_origin(kind) or kind, str(kind))
 
 
 def _read(text: str, kind: Any) -> Any:
@@ -393,4 +393,5 @@ _WORDS: dict[Any, str] = {
     bool: "true or false",
     str: "a text",
     Path: "a path",
+    dict: "a table of names and values",
 }

@@ -52,8 +52,8 @@ def shared_files(factory: pytest.TempPathFactory) -> Files:
     return _SHARED[0]
 
 
-def make_files(folder: Path) -> Files:
-    torch.manual_seed(0)
+def make_files(folder: Path, seed: int = 0) -> Files:
+    torch.manual_seed(seed)
     classifier = cafe.split_classifier(models.channels_last(models.build("cafe:digits-resnet", num_classes=10))).eval()
     images = PREPROCESSING(digits(512, "train"))
     classifier.train()
@@ -154,7 +154,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"^serving \S+ on (http://\S+)", line):
+            if found := re.search(r"serving \S+ on (http://[^\s\"]+)", line):
                 self.url = found[1]
                 self._known.set()
         self._known.set()

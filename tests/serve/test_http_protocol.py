@@ -233,7 +233,7 @@ def test_every_answer_has_an_id_of_its_own_or_the_clients(client):
     assert len(odd) == 16
 
 
-def test_metrics_are_read_by_prometheus_and_name_no_camera(client):
+def test_metrics_are_read_by_prometheus_and_name_no_camera_of_few_images(client):
     ask(client, [as_json(digits(1))], parameters={"camera": "secret-place"})
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")

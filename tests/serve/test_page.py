@@ -182,6 +182,7 @@ def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_res
             before = client.get("/api/status").json()["clusters"]
             assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
         with serve(files, *options) as server, server.until_ready().client() as client:
+            send(server, "noise", noise[:32])  # what the restored state is judged on
             assert client.get("/api/status").json()["clusters"] == before
             driver.get(server.url)
             sizes = [f"{cluster['images']:,}" for cluster in before[:12]]
@@ -200,6 +201,21 @@ def check_clusters(driver, client) -> None:
     title = driver.find_element("css selector", "#cameras td:nth-child(6)").get_attribute("title")
     assert re.match(r"cluster \d+: \d+ %", title)
     assert not errors(driver)
+
+
+def test_adapting_that_comes_to_nothing_is_shown(files):
+    require_browser()
+    with browser() as driver, serve(files) as server, server.until_ready().client() as client:
+        driver.get(server.url)
+        until(driver, lambda: texts(driver, "#name") == ["small"], "the page")
+        assert not shown(driver, "#stalled")
+        assert client.post("/api/cameras/gate", json={"adapt": False}).json()["ok"]
+        noise = np.random.default_rng(0).integers(0, 256, (512, 32, 32, 3)).astype(np.uint8)
+        send(server, "gate", noise)
+        until(driver, lambda: shown(driver, "#stalled"), "the red line")
+        (text,) = texts(driver, "#stalled")
+        assert text.startswith("Adapting comes to nothing: no step was taken for 512 images")
+        assert not errors(driver)
 
 
 def test_a_lost_connection_is_shown_and_found_again(files):

@@ -248,8 +248,8 @@ def test_rollback(source, serve):
 
 STATUS = {
     "name": str, "method": str, "state": str, "version": int, "started": float, "now": float, "images": int,
-    "answered": int, "adapted_images": int, "steps": dict, "drift": dict, "cameras": list, "groups": list,
-    "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
+    "answered": int, "adapted_images": int, "steps": dict, "drift": dict, "stalled": type(None), "cameras": list,
+    "groups": list, "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
 }  # fmt: skip
 
 
@@ -266,15 +266,18 @@ def test_status_has_the_promised_fields_and_is_plain_json(source, serve):
     assert set(status["drift"]) == {"overall", "source"} and status["drift"]["overall"] > 0
     (camera,) = status["cameras"]
     assert camera.keys() == {
-        "camera", "images", "drift", "share", "opted_out", "last_seen", "quarantined", "model", "clusters"
+        "camera", "images", "drift", "share", "trusted", "contributed", "opted_out", "last_seen", "quarantined",
+        "model", "clusters",
     }  # fmt: skip
     assert camera["camera"] == "gate" and camera["images"] == 96 and camera["share"] == 1.0 and camera["drift"] > 0
     assert all(group.keys() == {"group", "dims", "divergence"} for group in status["groups"]) and status["groups"]
     assert sum(c["share"] for c in status["classes"]) == pytest.approx(1)
-    figures = {"id", "time", "kind", "version", "text", "alignment", "frechet", "entropy", "loss"}
+    figures = {"id", "time", "kind", "version", "text", "request", "alignment", "frechet", "entropy", "loss",
+               "cameras"}  # fmt: skip
     assert all(event.keys() == figures for event in status["events"])
     accepted = [event for event in status["events"] if event["kind"] == "accepted"]
     assert accepted and all(event[name] is not None for event in accepted for name in figures)
+    assert all(event["cameras"] == {"gate": 16} for event in accepted)
     point = status["series"][-1]
     assert point.keys() == {
         "time", "drift", "source_drift", "images_per_second", "latency_p50_ms", "latency_p95_ms"

@@ -70,6 +70,7 @@ def test_every_method_that_unmixes_is_served_judged_and_taken_up_again(source, s
     assert not torch.allclose(expected, source.classifier(images), atol=1e-3)
     service.close(WAIT)
     again = serve(method, state=tmp_path)
+    again.answer(torch.cat([noisy(16, 98), grey(16, 98)]), ["noisy"] * 16 + ["grey"] * 16, [False] * 32)  # judged
     assert again.status()["version"] == version and again.status()["clusters"] == status["clusters"]
     assert torch.equal(again.probe(images), expected)
     status = send(again, 2, start=10)

@@ -1,5 +1,6 @@
 """`cafe-tta serve`: the model as a server that adapts while it answers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,8 @@ import typer
 from cafe_tta._install import missing
 from cafe_tta.cli.console import say, show_facts
 from cafe_tta.cli.flags import with_flags
-from cafe_tta.serve import Built, Settings, build, load_settings
+from cafe_tta.models import Preprocessing
+from cafe_tta.serve import Built, Service, Settings, build, load_settings
 
 
 @with_flags(Settings)
@@ -37,25 +39,41 @@ def serve(
         from cafe_tta.serve.http.app import App
     except ModuleNotFoundError as error:
         raise missing("the server", error, "serve") from None
+    if settings.grpc_port is not None:
+        try:
+            from cafe_tta.serve.http import rpc  # noqa: F401 - before the model is loaded
+        except ModuleNotFoundError as error:
+            raise missing("gRPC", error, "grpc") from None
     if check:
         # Without opening its folder of states, which a running server may have locked.
         built = build(replace(settings, state=None), say)
         _check(built, App(built.service, built.model.preprocessing).signature.name, settings)
         return
+    server.start_logging(settings.log_level, settings.log_format)
+    tell = server.log_line if settings.log_format == "json" else say  # nothing but JSON on stderr
+    if settings.grpc_port is not None:
+        server.bind(
+            settings.host, settings.grpc_port, "grpc_port"
+        ).close()  # in use? Better known before the model loads
     bound = server.bind(settings.host, settings.port)
     try:
-        built = build(settings, say)
-        app = App(built.service, built.model.preprocessing)
-        server.start_logging(settings.log_level)
+        built = build(settings, tell)
+        app = App(built.service, built.model.preprocessing, lambda: _next(flags, config, tell))
         built.service.start()
         if settings.host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
-            say("warning: everyone who reaches this address can pause and reset the model; set a token to prevent it")
+            tell("warning: everyone who reaches this address can pause and reset the model; set a token to prevent it")
         try:
-            server.run(app, bound, say)
+            server.run(app, bound, tell)
         finally:
-            built.service.close()
+            app.service.close()
     finally:
         bound.close()
+
+
+def _next(flags: dict[str, Any], config: Path | None, tell: Callable[[str], None]) -> tuple[Service, Preprocessing]:
+    """The service of the settings as they are now: the file and the environment may have changed since the start."""
+    built = build(load_settings(flags, config), tell)
+    return built.service, built.model.preprocessing
 
 
 def _check(built: Built, name: str, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 There are no threads here: the service calls `cycle` from its own, and holds a lock while it does.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,31 @@ class Adaptation:
         self.adapter = snapshots.adapter
         self.judge = Judge(reference, self.adapter.classifier.num_classes)
 
+    def judge_restored(self, items: list[Item]) -> str:
+        """Publishes the newest saved state that is no worse than the source model on these images, if there is one.
+
+        Says in words which one; empty where all of them were passed over.
+        """
+        validation = _Validation(items, self.judge, self.snapshots.source)
+        while self.snapshots.candidate is not None:
+            if why := self._harm(validation):
+                self.snapshots.reject_candidate(why)
+                continue
+            saved = self.snapshots.accept_candidate()
+            return f"version {saved.meta.version} of {saved.path.name} answers: no worse than the source model on " + (
+                f"the first {len(items)} images"
+            )
+        return ""
+
+    def _harm(self, validation: _Validation) -> str:
+        """Why the candidate is worse than the source model on these images; empty if it is not."""
+        try:
+            self.snapshots.try_candidate()
+            figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
+        except Exception as error:  # whatever a file holds
+            return f"it cannot answer: {type(error).__name__}: {error}"
+        return self.judge.worse(figures, validation.source, "the source model")
+
     def cycle(self, items: list[Item], validation_items: list[Item]) -> Outcome:
         """Takes a step on some images, if one is needed and does no harm."""
         judged = self.settings.judge and bool(validation_items)
@@ -98,7 +124,8 @@ class Adaptation:
                 self.snapshots.restore_good()
                 return "refused", f"a step on {len(items)} images was refused: {why}", figures.summary()
         summary = figures.summary() | {"loss": report.loss}
-        self.snapshots.publish(self.snapshots.highest + 1, summary.get("alignment"))
+        contributions = self.snapshots.with_step(Counter(item.camera for item in items))
+        self.snapshots.publish(self.snapshots.highest + 1, summary.get("alignment"), contributions)
         if validation is not None and self.judge.better(figures, self._of_anchor(validation)):
             self.snapshots.anchor.load(self.snapshots.published.version, self.snapshots.good)
         cameras = len({item.camera for item in items})
@@ -141,7 +168,7 @@ class Adaptation:
             figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
             harmless = not self.judge.worse(figures, validation.source, "the source model")
             if harmless and self.judge.better(figures, ours):
-                self.snapshots.publish(earlier.version, earlier.alignment)
+                self.snapshots.publish(earlier.version, earlier.alignment, earlier.contributions)
                 text = f"rolled back from version {bad} to {earlier.version}: {why}"
                 return Outcome("rolled_back", text, figures.summary(), {}, validation.new)
         self.snapshots.back_to_source()

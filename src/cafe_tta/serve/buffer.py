@@ -11,6 +11,7 @@ from torch import Tensor
 from cafe_tta.judge import PANEL
 
 VALIDATION_EVERY = 4  # every fourth image of a camera is a validation image: snapshots are judged on it
+NEWCOMERS = ""  # the owner of the share that new and unknown cameras have in common: no camera has this name
 REUSE = 4  # steps that an image takes part in at most: the model must not overfit the few images of quiet cameras
 
 
@@ -22,6 +23,7 @@ class Item:
     owner: str  # whose share of the buffer it takes: the camera's own, or the one that new cameras have in common
     image: Tensor
     number: int  # in the order of arrival
+    request: str = "-"  # id of the request that brought it
     uses: int = 0
     source: tuple[Tensor, Tensor] | None = None  # the source model's features and logits, once they were needed
 
@@ -31,6 +33,10 @@ class _Share:
     waiting: list[Item] = field(default_factory=list)
     validation: list[Item] = field(default_factory=list)
     seen: int = 0
+    arrived: int = 0  # images since the last step, without validation images
+
+    def unused(self) -> int:
+        return sum(item.uses == 0 for item in self.waiting)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.validation)
@@ -42,25 +48,42 @@ class Buffer:
     A camera whose share is full replaces an image of its own, drawn at random, so that the waiting images are spread
     over the time since the last step rather than being the last burst. One image in four is a validation image, which
     the model is never adapted to.
+
+    The share of the newcomers counts no more than that of one camera: in a step, among the validation images, and for
+    when the next step is due.
     """
 
     def __init__(self, capacity: int, per_camera: int | None = None, max_shares: int = 1024, seed: int = 0) -> None:
         self.capacity = capacity
         self.per_camera = per_camera
         self.max_shares = max_shares
-        self.arrived = 0  # images since the last step, without validation images
         self._shares: OrderedDict[str, _Share] = OrderedDict()  # the one that was quiet for longest comes first
         self._size = 0
         self._number = 0
+        self._forget_arrivals()
         self._random = random.Random(seed)
 
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def arrived(self) -> int:
+        """Images since the last step, without validation images; those of newcomers as if they were one camera."""
+        if self._own_arrived:
+            return self._own_arrived + min(self._shared_arrived, self._most_arrived)
+        own = len(self._shares) - (NEWCOMERS in self._shares)
+        return self._shared_arrived // (own + 1)  # alone, they bring about steps as rarely as one camera of many would
+
+    def _forget_arrivals(self) -> None:
+        for share in self._shares.values():
+            share.arrived = 0
+        self._own_arrived = self._shared_arrived = 0
+        self._most_arrived = 0  # of any share but that of the newcomers
+
     def sizes(self) -> dict[str, int]:
         return {owner: len(share) for owner, share in self._shares.items()}
 
-    def add(self, camera: str, image: Tensor, owner: str | None = None) -> None:
+    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-") -> None:
         """Adds a copy of an image: a view would keep its whole batch in memory."""
         owner = camera if owner is None else owner
         share = self._shares.get(owner)
@@ -72,9 +95,9 @@ class Buffer:
         self._number += 1
         share.seen += 1
         validates = share.seen % VALIDATION_EVERY == 0
-        self.arrived += not validates
+        self._note_arrival(owner, share, validates)
         part = share.validation if validates else share.waiting
-        item = Item(camera, owner, image.detach().clone(), self._number)
+        item = Item(camera, owner, image.detach().clone(), self._number, request)
         limit = self._limit(validates)
         while len(part) > limit:  # more cameras have come since
             part.pop(self._random.randrange(len(part)))
@@ -87,6 +110,14 @@ class Buffer:
         part.append(item)
         self._size += 1
 
+    def _note_arrival(self, owner: str, share: _Share, validates: bool) -> None:
+        share.arrived += not validates
+        if owner == NEWCOMERS:
+            self._shared_arrived += not validates
+        else:
+            self._own_arrived += not validates
+            self._most_arrived = max(self._most_arrived, share.arrived)
+
     def take(self, count: int) -> list[Item]:
         """Draws images for a step, the same number from each camera as far as they have them, unused ones first."""
         chosen = self._draw(count, lambda share: share.waiting, fresh_first=True)
@@ -96,12 +127,14 @@ class Buffer:
             kept = [item for item in share.waiting if item.uses < REUSE]
             self._size -= len(share.waiting) - len(kept)
             share.waiting = kept
-        self.arrived = 0
+        self._forget_arrivals()
         return chosen
 
     def ready(self, count: int) -> bool:
         """Whether `count` unused images wait; where most cameras are silent, a quarter of them is enough."""
-        unused = sum(item.uses == 0 for share in self._shares.values() for item in share.waiting)
+        own = [share.unused() for owner, share in self._shares.items() if owner != NEWCOMERS]
+        shared = self._shares[NEWCOMERS].unused() if NEWCOMERS in self._shares else 0
+        unused = sum(own) + (min(shared, max(own)) if any(own) else shared)
         return unused >= count or (self.arrived >= 2 * count and unused >= count // 4)
 
     def validation(self, count: int) -> list[Item]:
@@ -121,10 +154,14 @@ class Buffer:
             if not len(share):
                 del self._shares[owner]
 
+    def drop_share(self, owner: str) -> None:
+        """Removes the images of a share."""
+        self._size -= len(self._shares.pop(owner, ()))
+
     def clear(self) -> None:
         self._shares.clear()
         self._size = 0
-        self.arrived = 0
+        self._forget_arrivals()
 
     def _limit(self, validates: bool) -> int:
         """How many images of one camera may wait, or validate, with the present number of cameras."""
@@ -133,14 +170,15 @@ class Buffer:
         return max(1, limit // VALIDATION_EVERY if validates else limit - limit // VALIDATION_EVERY)
 
     def _draw(self, count: int, part: Callable[[_Share], list[Item]], fresh_first: bool = False) -> list[Item]:
-        pools = []
-        for share in self._shares.values():
-            items = list(part(share))
+        by_owner = {owner: list(part(share)) for owner, share in self._shares.items() if part(share)}
+        for items in by_owner.values():
             self._random.shuffle(items)
             if fresh_first:
                 items.sort(key=lambda item: item.uses)
-            if items:
-                pools.append(items)
+        largest = max((len(items) for owner, items in by_owner.items() if owner != NEWCOMERS), default=0)
+        if largest and NEWCOMERS in by_owner:
+            del by_owner[NEWCOMERS][largest:]
+        pools = list(by_owner.values())
         self._random.shuffle(pools)  # decides who gets the images that cannot be divided
         pools.sort(key=len)
         chosen: list[Item] = []

@@ -7,17 +7,20 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cafe_tta.serve.buffer import Buffer
+from cafe_tta.serve.buffer import NEWCOMERS, Buffer
 from cafe_tta.serve.settings import Settings
 from cafe_tta.source import Reference
 from cafe_tta.source.reference import MIN_IMAGES
 
+NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
+FOUNDING_STEPS = 4  # cameras that come before these are there from the beginning
+TRUST_STEPS = 8  # that others must have sent images before: whoever takes new names all the time never gets there
 RECENT = 64  # images of a camera whose features are remembered
 PREDICTIONS = 128  # images of a camera whose predictions are remembered
 POOL = 256  # images that the drift of the whole stream is computed from
@@ -40,6 +43,9 @@ class Camera:
     images: int = 0
     adapted: int = 0
     last_seen: float = 0.0
+    founder: bool = False  # was here from the beginning, or trusted in an earlier run
+    steps: int = 0  # before which it sent images
+    verified: bool = False  # by a token, with its last request
     features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))  # (D,) each
     source_features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
     predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PREDICTIONS))
@@ -47,10 +53,16 @@ class Camera:
     clusters: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))  # of its images; -1: in none
     flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
     changed: bool = False  # since it was assessed
+    fresh: bool = False  # has sent images since the last step
     drift: float | None = None
     looks_like_source: bool = False  # to the source model
     gain: float | None = None  # log of the published model's alignment over the source's: below 0 is better
     quarantined: str = ""  # why the model is not adapted to it
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has been here long enough to have a share of its own, where cameras have no tokens."""
+        return self.images > NEWCOMER and (self.founder or self.steps >= TRUST_STEPS)
 
     @property
     def wants_source(self) -> bool:
@@ -70,7 +82,7 @@ class Camera:
         self.features.append(features)
         if of_source:
             self.source_features.append(features)
-        self.changed = True
+        self.changed = self.fresh = True
 
     def flaw(self, flat: bool, fingerprint: int) -> str:
         """What is wrong with an image of this camera: `flat`, `repeated` or empty."""
@@ -109,6 +121,9 @@ class Cameras:
         self._settings, self._reference, self._buffer, self._lock = settings, reference, buffer, lock
         self._rows = max(RECENT, FEATURE_BYTES // (8 * num_features))  # of features and source features alike
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
+        self.steps = 0  # that were taken or refused
+        self._founders: frozenset[str] = frozenset()  # of an earlier run
+        self.crowd = Camera(NEWCOMERS)  # all that are not trusted, as one camera
         self.divergences: Tensor | None = None  # (K,): of each feature group of recent images, as they were answered
         self.drift: dict[str, float | None] = {}  # of recent images: as they were answered, and for the source model
         self.forget()
@@ -127,16 +142,43 @@ class Cameras:
         camera = self._cameras.get(name)
         if camera is None:
             if len(self._cameras) >= self._settings.max_cameras:
-                self._cameras.popitem(last=False)
-            camera = self._cameras[name] = Camera(name)
+                self._make_room()
+            founding = not self._founders and self.steps < FOUNDING_STEPS
+            camera = self._cameras[name] = Camera(name, founder=founding or name in self._founders)
         self._cameras.move_to_end(name)
         camera.last_seen = time.time()
         return camera
 
+    def _make_room(self) -> None:
+        """Forgets the camera that was silent longest, a trusted one only where there is no other."""
+        gone = next((name for name, camera in self._cameras.items() if not self.trusts(camera)), None)
+        self._cameras.pop(gone if gone is not None else next(iter(self._cameras)))
+
+    def trusts(self, camera: Camera) -> bool:
+        """Whether a camera has a share of its own; the others have one in common."""
+        return camera.settled if self._settings.camera_tokens is None else camera.verified
+
+    def trusted_names(self) -> list[str]:
+        """Names that need not earn their trust again in the next run."""
+        return sorted(camera.name for camera in self if camera.settled)
+
+    def found(self, names: Iterable[str]) -> None:
+        """Takes up the names that were trusted in an earlier run."""
+        self._founders = frozenset(names)
+
+    def count_step(self) -> None:
+        """Notes which cameras have sent images before a step."""
+        self.steps += 1
+        for camera in self:
+            camera.steps += camera.fresh
+            camera.fresh = False
+
     def forget(self) -> None:
         """Forgets what was seen, but not which cameras there are."""
+        kept = ("name", "images", "adapted", "last_seen", "founder", "steps", "verified")
         for name, camera in self._cameras.items():
-            self._cameras[name] = Camera(name, camera.images, camera.adapted, camera.last_seen)
+            self._cameras[name] = Camera(**{part: getattr(camera, part) for part in kept})
+        self.crowd = Camera(NEWCOMERS)
         self.drift = {"overall": None, "source": None}
         self.divergences = None
 
@@ -145,11 +187,12 @@ class Cameras:
         for camera in self:
             camera.clusters.clear()
 
-    def assess(self) -> None:
-        """Updates drift and quarantine of each camera that has sent images."""
+    def assess(self) -> list[Camera]:
+        """Updates drift and quarantine of each camera that has sent images; those whose quarantine changed."""
+        turned = []
         with self._lock:
             self._trim()
-            changed = [camera for camera in self if camera.changed]
+            changed = [camera for camera in (*self, self.crowd) if camera.changed]
             parts = []
             for camera in changed:
                 camera.changed = False
@@ -161,25 +204,37 @@ class Cameras:
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
                 camera.looks_like_source = camera.looks_like_source if like is None else like
+                before = camera.quarantined
                 camera.quarantined = camera.suspicion(self._reference) if self._settings.judge else ""
+                if bool(before) != bool(camera.quarantined):
+                    turned.append(camera)
                 if camera.quarantined or (self._settings.gate and camera.looks_like_source):
-                    self._buffer.drop(camera.name)  # images that came before this was known
+                    self._drop(camera)
+        return turned
 
-    def look(self) -> None:
-        """Updates the drift of the whole stream."""
-        self.assess()
+    def _drop(self, camera: Camera) -> None:
+        """Removes images that came before it was known that they are not adapted to."""
+        if camera is not self.crowd:
+            self._buffer.drop(camera.name)
+        elif camera.quarantined:
+            self._buffer.drop_share(NEWCOMERS)
+
+    def look(self) -> list[Camera]:
+        """Updates the drift of the whole stream, after `assess`."""
+        turned = self.assess()
         with self._lock:
             seen = [c for c in self if len(c.features) >= MIN_IMAGES]
             ours = _pooled([torch.stack(tuple(c.features)) for c in seen])
             source = _pooled([torch.stack(tuple(c.source_features)) for c in seen if c.source_features])
         if self._reference is None or ours is None:
-            return
+            return turned
         divergences = self._reference.divergences(ours).cpu()
         overall, of_source = self._drift(ours), self._drift(source)
         with self._lock:
             self.drift["overall"] = overall
             self.drift["source"] = self.drift["source"] if of_source is None else of_source
             self.divergences = divergences
+        return turned
 
     def _drift(self, features: Tensor | None) -> float | None:
         return None if self._reference is None or features is None else self._reference.drift(features)

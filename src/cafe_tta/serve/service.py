@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,20 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.judge import PANEL
 from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
-from cafe_tta.serve.buffer import Buffer, Item
+from cafe_tta.serve.buffer import NEWCOMERS, Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
+from cafe_tta.serve.events import Events
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
+from cafe_tta.serve.stall import Stall
+from cafe_tta.serve.store import MOST_OPTED_OUT
 from cafe_tta.source import ImageRecord, Reference, SourceStats
 from cafe_tta.source.images import ImageCheck
 
 TICK = 2.0  # seconds between two points of the series
-EVENTS = 200  # events kept
-MOST_OPTED_OUT = 10_000
 MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
-NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
-NEWCOMERS = ""  # the owner of that share: no camera has this name
+NAMED = 8  # cameras that one event names
+FIRST_IMAGES = 2 * PANEL  # that a restored state is judged on before it answers
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ class Service:
         num_features = adapter.classifier.num_features
         self._cameras = Cameras(settings, num_features, self._reference, self._buffer, self._lock)
         self._opted_out: set[str] = set()
-        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._events = Events()
+        self._stall = Stall(settings.step_images)
+        self._stalled = ""  # why adapting comes to nothing
+        self._first: list[Item] = []  # images that a restored state will be judged on
         self._series = status.Series()
         self._paused = self._closing = self._busy = False
         self._thread: threading.Thread | None = None
@@ -93,9 +97,23 @@ class Service:
 
     # For clients
 
-    def answer(self, images: Tensor, cameras: Sequence[str], adapt: Sequence[bool]) -> Answers:
-        """Answers a batch, and keeps those of its images that may be adapted to."""
+    def answer(
+        self,
+        images: Tensor,
+        cameras: Sequence[str],
+        adapt: Sequence[bool],
+        requests: Sequence[str] | None = None,
+        verified: Sequence[bool] | None = None,
+    ) -> Answers:
+        """Answers a batch, and keeps those of its images that may be adapted to.
+
+        `requests` are ids, for the log; `verified` says which images came with their camera's token.
+        """
         _check_request(images, cameras, adapt)
+        requests = ["-"] * len(images) if requests is None else requests
+        verified = [False] * len(images) if verified is None else verified
+        if self._snapshots.candidate is not None:
+            self._judge_restored(images, cameras)
         with self._lock:
             self._images += len(images)
             known = {name: self._cameras.get(name) for name in set(cameras)}
@@ -115,16 +133,23 @@ class Service:
             for i, name in enumerate(cameras):
                 features, prediction, cluster = rows[i]
                 camera = self._cameras.touch(name)
-                camera.saw(features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
+                camera.verified = verified[i]
+                seen = (features.clone(), prediction, cluster, passed.versions[i] == SOURCE_VERSION)
+                camera.saw(*seen)
+                trusted = self._cameras.trusts(camera)
+                if not trusted:
+                    self._cameras.crowd.saw(*seen)
                 flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
-                takes = adapt[i] and not flaw and self._wanted(camera)
+                takes = adapt[i] and not flaw and self._wanted(camera, trusted)
                 if takes:
-                    self._buffer.add(name, images[i], None if camera.images > NEWCOMER else NEWCOMERS)
+                    self._buffer.add(name, images[i], None if trusted else NEWCOMERS, requests[i])
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
                 drift.append(finite(camera.drift))
             self._answered += len(images)
+            if self._adapting and any(adapt):
+                self._stall.saw(len(images))
             if self._enough():
                 self._wake.notify_all()
         return Answers(passed.logits, labels, probabilities, passed.published, drift, taken, passed.versions)
@@ -136,6 +161,11 @@ class Service:
     def check_state(self, folder: Path) -> str:
         """What a start with this folder of states would go on from, in words; raises where it would fail."""
         return self._snapshots.require_usable(folder)
+
+    def note(self, kind: str, text: str) -> None:
+        """Records an event of the server around the service."""
+        with self._lock:
+            self._record(kind, text)
 
     def observe(self, images: int, seconds: float) -> None:
         """Notes how long a request took, for the series."""
@@ -151,12 +181,17 @@ class Service:
             if self._thread is not None:
                 raise RuntimeError("the service was started already")
             self._started = time.time()
-            restored = self._snapshots.restore()
-            self._events.extend(dict(event) for event in restored.events)
+            restored = self._snapshots.restore(judged=self.settings.judge)
+            self._events.extend(restored.events)
             self._opted_out |= set(restored.opted_out)
-            for text in restored.problems:
-                self._record("error", text)
+            self._cameras.found(restored.trusted)
+            self._record_problems()
             self._record("started", f"started with {self.method}{restored.text}")
+            if self._snapshots.candidate is not None:
+                text = f"the source model answers the first {FIRST_IMAGES} images, on which the saved state is judged"
+                self._record("restoring", text)
+            elif self._version != SOURCE_VERSION:
+                self._record("restored", f"version {self._version} answers, which was not judged (judge=off)")
             self._thread = threading.Thread(target=self._run, name="cafe-tta-adapt", daemon=True)
             self._thread.start()
 
@@ -186,6 +221,7 @@ class Service:
             with self._lock:
                 self._buffer.clear()
                 self._cameras.forget()
+                self._stall.forget()
                 self._patience = 1
                 self._record("reset", "reset by an operator: the source model answers")
 
@@ -204,7 +240,10 @@ class Service:
         if self.settings.state is None:
             raise ValueError("cannot save: the service was started without a folder for its state")
         with self._stepping:
-            self._save("saved by an operator")
+            try:
+                self._save("saved by an operator")
+            except OSError as error:
+                raise ValueError(f"cannot save: {_said(error)}") from error
 
     def camera_opt_out(self, camera: str, out: bool = True) -> None:
         """Excludes a camera from adapting, or lets it in again; its images are answered in any case."""
@@ -217,6 +256,25 @@ class Service:
                 raise ValueError(f"cannot opt {camera!r} out: {MOST_OPTED_OUT} cameras are opted out already")
             self._opted_out.add(camera)
             self._buffer.drop(camera)
+
+    def undo(self, camera: str) -> None:
+        """Opts a camera out, and publishes the newest kept snapshot that was not adapted to its images.
+
+        Where every kept one was, the source model answers. Waits for a running step to end.
+        """
+        self.camera_opt_out(camera)
+        with self._stepping:
+            now = self._version
+            chosen = self._snapshots.take_without(camera)
+            with self._lock:
+                self._buffer.drop(camera)
+                if chosen == now:
+                    self._record("undone", f"camera {camera} was opted out; version {now} had learnt nothing from it")
+                    return
+                self._steps["rolled_back"] += 1
+                self._cameras.forget_clusters()
+                text = f"camera {camera} was opted out, and what the model had learnt from it was undone"
+                self._record("undone", f"{text}: from version {now} to {chosen or 'the source model'}, by an operator")
 
     def status(self) -> dict[str, Any]:
         """Everything that the dashboard shows, as plain JSON."""
@@ -235,11 +293,14 @@ class Service:
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
                 "drift": {name: finite(drift) for name, drift in self._cameras.drift.items()},
-                "cameras": status.describe_cameras(self._cameras, self._images, self._opted_out, clusters),
+                "stalled": self._stalled or None,
+                "cameras": status.describe_cameras(
+                    self._cameras, self._images, self._opted_out, clusters, self._snapshots.contributions
+                ),
                 "clusters": status.describe_clusters(clusters),
                 "groups": status.describe_groups(self._cameras.divergences, sizes),
                 "classes": status.describe_classes(self._cameras, self.class_names),
-                "events": list(self._events),
+                "events": self._events.as_json(),
                 "series": list(self._series.points),
                 "snapshots": [snapshot.describe() for snapshot in self._snapshots.history],
             }
@@ -261,8 +322,11 @@ class Service:
             try:
                 if thread is not None and self._snapshots.on_disk:
                     self._save("saved at shutdown")
-                self._snapshots.close()
+            except OSError as error:
+                with self._lock:
+                    self._record("error", f"could not save at shutdown: {_said(error)}")
             finally:
+                self._snapshots.close()
                 self._stepping.release()
 
     # The adapting thread
@@ -275,9 +339,15 @@ class Service:
     def _adapting(self) -> bool:
         return self.settings.adapt and not self._paused
 
-    def _wanted(self, camera: Camera) -> bool:
+    @property
+    def _only_verified(self) -> bool:
+        return self.settings.camera_tokens is not None and self.settings.unknown_cameras == "answer"
+
+    def _wanted(self, camera: Camera, trusted: bool) -> bool:
         """Whether a good image of a camera is adapted to."""
         if not self._adapting or camera.name in self._opted_out or camera.quarantined:
+            return False
+        if not trusted and (self._only_verified or self._cameras.crowd.quarantined):
             return False
         if self.settings.gate and camera.looks_like_source:
             self._like_source += 1
@@ -300,8 +370,9 @@ class Service:
                         self._cycle()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._cameras.look()
+                    self._note_quarantine(self._cameras.look())
                     with self._lock:
+                        self._look_for_stall()
                         self._series.point(self._cameras.drift["overall"], self._cameras.drift["source"])
                     self._save_if_due()
             except Exception as error:  # whatever goes wrong here, clients are answered
@@ -312,6 +383,8 @@ class Service:
 
     def _enough(self) -> bool:
         """Whether enough images have come for a step, or for saying why there is none."""
+        if self._snapshots.candidate is not None:  # the adapter is to continue from it
+            return False
         return self._adapting and (self._enough_to_step() or self._like_source >= self.settings.step_images)
 
     def _enough_to_step(self) -> bool:
@@ -325,7 +398,7 @@ class Service:
 
     def _cycle(self) -> None:
         began = time.monotonic()
-        self._cameras.assess()
+        self._note_quarantine(self._cameras.assess())
         items: list[Item] = []
         with self._lock:
             like_source, self._like_source = self._like_source, 0
@@ -340,13 +413,18 @@ class Service:
             return  # the waiting images belonged to a camera that was quarantined just now
         ended = time.monotonic()
         with self._lock:
-            self._note(outcome)
+            self._note(outcome, items)
             share = self.settings.adapt_share
             self._not_before = ended + (ended - began) * (1 - share) / share
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: Outcome, items: Sequence[Item]) -> None:
         self._steps[outcome.kind] += 1
-        self._record(outcome.kind, outcome.text, **outcome.figures)
+        if items:
+            self._cameras.count_step()
+        by_camera = Counter(item.camera for item in items)
+        requests = [item.request for item in sorted(items, key=lambda item: item.number)]
+        self._events.record(outcome.kind, self._version, outcome.text, outcome.figures, by_camera, requests)
+        self._stall.note(outcome.kind, by_camera)
         worse = outcome.kind in ("refused", "rolled_back")
         self._patience = min(MOST_PATIENCE, 2 * self._patience) if worse else 1
         if outcome.kind in ("accepted", "rolled_back"):
@@ -358,14 +436,48 @@ class Service:
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 
-    def _record(self, kind: str, text: str, **figures: float | None) -> None:
-        """Notes an event. A skipped step or a save replaces the event before it, if that is of the same kind."""
-        last: dict[str, Any] = self._events[-1] if self._events else {"id": 0, "kind": ""}
-        if kind in ("skipped", "saved") and last["kind"] == kind:
-            self._events.pop()
-        event = {"id": int(last["id"]) + 1, "time": time.time(), "kind": kind, "version": self._version, "text": text}
-        known = {name: finite(figures.get(name)) for name in ("alignment", "frechet", "entropy", "loss")}
-        self._events.append(event | known)
+    def _record(self, kind: str, text: str) -> None:
+        self._events.record(kind, self._version, text)
+
+    def _note_quarantine(self, changed: Sequence[Camera]) -> None:
+        """Notes which cameras were quarantined or let in again: two events at most, however many cameras."""
+        if not changed:
+            return
+        with self._lock:
+            inside = [f"{_called(camera)}: {camera.quarantined}" for camera in changed if camera.quarantined]
+            outside = [_called(camera) for camera in changed if not camera.quarantined]
+            for kind, texts in (("quarantined", inside), ("released", outside)):
+                if texts:
+                    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+                    self._record(kind, "; ".join(texts[:NAMED]) + more)
+
+    def _look_for_stall(self) -> None:
+        """Notes when adapting begins to come to nothing, and when that is over."""
+        before, self._stalled = self._stalled, self._stall.text if self._adapting else ""
+        if self._stalled and not before:
+            self._record("stalled", self._stalled)
+        elif before and not self._stalled:
+            self._record("recovered", "steps are accepted again, or none is needed")
+
+    def _record_problems(self) -> None:
+        for text in self._snapshots.problems():
+            self._record("error", text)
+
+    def _judge_restored(self, images: Tensor, cameras: Sequence[str]) -> None:
+        """Collects images until there are enough to judge a restored state on; then publishes it, or an older one."""
+        with self._lock:
+            new = zip(images, cameras, strict=True)
+            self._first += [Item(name, name, image.detach().clone(), 0) for image, name in new]
+            if len(self._first) < FIRST_IMAGES:
+                return
+        with self._stepping:
+            items, self._first = self._first, []
+            if not items or self._snapshots.candidate is None:
+                return  # an operator was faster, or another thread
+            text = self._adaptation.judge_restored(items)
+            with self._lock:
+                self._record_problems()
+                self._record("restored", text or "no saved state was taken up: the source model answers")
 
     def _save_if_due(self) -> None:
         if self._snapshots.save_due() and self._stepping.acquire(blocking=False):
@@ -377,7 +489,8 @@ class Service:
     def _save(self, text: str) -> None:
         with self._lock:
             events, opted_out = list(self._events), sorted(self._opted_out)
-        path = self._snapshots.save(events, opted_out)
+            trusted = self._cameras.trusted_names()
+        path = self._snapshots.save(events, opted_out, trusted)
         if path is not None:
             with self._lock:
                 self._record("saved", f"version {self._version} {text}: {path.name}")
@@ -389,7 +502,7 @@ class Service:
         with self._lock:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
             self._not_before = time.monotonic() + 1.0
-            self._record("error", f"{type(error).__name__}: {error}")
+            self._record("error", _said(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
     def _require_adapting(self, what: str) -> None:
         if not self.settings.adapt:
@@ -423,6 +536,16 @@ def _forward(images: Tensor, of_source: Sequence[bool], published: Replica, sour
     own, others = iter(ours.clusters), iter(theirs.clusters)
     clusters = [next(others if of else own) for of in of_source]
     return _Passed(features, logits, versions, clusters, ours.version)
+
+
+def _called(camera: Camera) -> str:
+    return f"camera {camera.name}" if camera.name else "all new cameras, taken as one"
+
+
+def _said(error: OSError) -> str:
+    """What went wrong with a file, without saying where it is."""
+    name = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+    return f"{name}{error.strerror or type(error).__name__}"
 
 
 def _plain(tensor: Tensor) -> Tensor:

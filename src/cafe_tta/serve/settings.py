@@ -20,8 +20,9 @@ PREFIX = "CAFE_TTA_SERVE_"
 MEBIBYTE = 2**20
 
 _MODEL, _ADAPTING, _JUDGE, _STATE = "Model", "Adapting", "Judging every step", "Keeping the adapted model"
+_TRUST = "Which cameras are trusted"
 _NETWORK, _QUEUE = "The network", "Batches and the queue (Triton's names)"
-_LIMITS, _LOG = "Limits", "Logging"
+_LIMITS, _LOG = "Limits", "Logging and metrics"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ class Settings(MethodOptions, ModelOptions):
     )
     seed: int = option(0, "Seed of the random draws from the buffer.", panel=_ADAPTING, least=0)
 
+    camera_tokens: Path | None = option(
+        None,
+        'TOML file of cameras\' tokens, gate-1 = "token"; their images need one. Read again when it changes.',
+        panel=_TRUST,
+    )
+    unknown_cameras: Literal["share", "answer", "refuse"] = option(
+        "share",
+        "With camera_tokens, what becomes of cameras without one: share, that all of them count as one camera; answer, "
+        "that nothing is adapted to them; refuse.",
+        panel=_TRUST,
+    )
+
     judge: bool = option(
         True,
         "Judge every snapshot before and after it is published, and quarantine degenerate cameras.",
@@ -100,6 +113,13 @@ class Settings(MethodOptions, ModelOptions):
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.", panel=_NETWORK)
     port: int = option(8080, "Port to listen on; 0 takes a free one.", panel=_NETWORK, least=0, most=65535)
+    grpc_port: int | None = option(
+        None,
+        "Port of the Open Inference Protocol's gRPC service; 0 takes a free one. None if not given.",
+        panel=_NETWORK,
+        least=0,
+        most=65535,
+    )
     token: str | None = option(
         None,
         "Bearer token that the controls ask for. Prefer the environment or the file: flags are visible to other users.",
@@ -138,6 +158,12 @@ class Settings(MethodOptions, ModelOptions):
     max_image_pixels: int = option(
         25_000_000, "Largest number of pixels of an image, checked before it is decoded.", panel=_LIMITS, least=1
     )
+    max_grpc_bytes: int = option(
+        4 * MEBIBYTE,
+        "Size limit of a gRPC request; max_pending_bytes divided by it is the largest number of such requests at once.",
+        panel=_LIMITS,
+        least=1024,
+    )
     body_timeout_seconds: float = option(
         20.0, "Seconds in which a request must arrive; otherwise 408.", panel=_LIMITS, above=0
     )
@@ -145,9 +171,13 @@ class Settings(MethodOptions, ModelOptions):
         2, "Number of threads that decode and preprocess images.", panel=_LIMITS, least=1, most=64
     )
 
+    metrics_cameras: int = option(
+        20, "Number of cameras that the metrics may name; 0 names none.", panel=_LOG, least=0, most=1000
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe messages to log.", panel=_LOG
     )
+    log_format: Literal["text", "json"] = option("text", "How log lines are written.", panel=_LOG)
     access_log: bool = option(False, "Log a line for every request.", panel=_LOG)
 
     def __post_init__(self) -> None:
@@ -156,6 +186,7 @@ class Settings(MethodOptions, ModelOptions):
         self._require_least("buffer_images", wanted, f"`step_images` + `validation_images` = {wanted}")
         self._require_least("max_queue_size", self.max_batch_size, f"`max_batch_size` = {self.max_batch_size}")
         self._require_least("max_pending_bytes", self.max_body_bytes, f"`max_body_bytes` = {self.max_body_bytes}")
+        self._require_least("max_pending_bytes", self.max_grpc_bytes, f"`max_grpc_bytes` = {self.max_grpc_bytes}")
 
     def _require_least(self, name: str, least: int, words: str) -> None:
         if getattr(self, name) < least:

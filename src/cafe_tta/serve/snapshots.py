@@ -1,10 +1,10 @@
 """Snapshots of the adapted model: the published one that answers, the earlier ones in memory, and the saved ones."""
 
 import copy
-import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cafe_tta import storage
 from cafe_tta.adapter import Adapter, copied
 from cafe_tta.classifier import describe_difference
-from cafe_tta.locking import lock_file
+from cafe_tta.serve.events import OTHERS, Event
 from cafe_tta.serve.settings import Settings
+from cafe_tta.serve.store import AdapterMeta, Saved, Store, read_files
 
 SOURCE_VERSION = 0
 CHUNK = 16  # images in one background pass: an answer has to wait for no more than these
-KIND, FORMAT = "serve-snapshot", 1
-_NAME = re.compile(r"snapshot-(\d{8})\.safetensors")
+CONTRIBUTORS = 2048  # cameras whose images are counted by name for a snapshot
+GROWTH = 100  # factor by which the values of a tensor may exceed those of the source model
+SMALL = 0.1  # root mean square of a tensor below which that factor is taken of this instead: zeros may become anything
+_CLASSIFIER = re.compile(r"(\d+\.)?classifier\.")
 _OPTIMIZER = re.compile(r"(\d+\.)?optimizer\.")  # of the adapter, or of the members of an ensemble
 
 
@@ -34,6 +36,28 @@ def for_answering(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether no value of a state is NaN or infinite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def overgrown(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> str:
+    """What has grown beyond all that adapting does, in words; empty where nothing has."""
+    for name, tensor in tensors.items():
+        before = source.get(name)
+        if before is None or not _CLASSIFIER.match(name) or not before.is_floating_point() or not before.numel():
+            continue
+        factor = float(_size(tensor) / _size(before).clamp(min=SMALL))
+        if factor > GROWTH:
+            return f"`{name}` is {factor:.0f} times as large as in the source model"
+    return ""
+
+
+def _learnt(camera: str, contributions: Mapping[str, int]) -> bool:
+    """Whether images of a camera may be among those that a model was adapted to."""
+    return camera in contributions or OTHERS in contributions
+
+
+def _size(tensor: Tensor) -> Tensor:
+    """Root mean square."""
+    return tensor.detach().double().square().mean().sqrt().cpu()
 
 
 # Models that answer
@@ -127,6 +151,7 @@ class Snapshot:
     time: float
     tensors: Mapping[str, Tensor]
     alignment: float | None = None
+    contributions: Mapping[str, int] = field(default_factory=dict)  # images of each camera, in all steps that led here
 
     def describe(self) -> dict[str, Any]:
         return {"version": self.version, "time": self.time, "alignment": self.alignment}
@@ -164,87 +189,14 @@ class History:
         self._snapshots.pop(version, None)
 
 
-# Snapshots on disk
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The content of a file of the store."""
-
-    path: Path
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-
-
-class Store:
-    """A folder of numbered files, each whole and with a checksum, the last of them the newest.
-
-    A file is written under another name, brought to disk and then renamed: a kill at any moment leaves the files as
-    they were, and at worst a temporary one, which the next start removes.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self.damaged: list[str] = []  # files that could not be used, in words
-        self._limit = limit
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot use {folder} as the folder of the state: {error}") from error
-        try:
-            self._lock = lock_file(folder / ".lock", timeout=0)
-        except OSError as error:
-            raise ValueError(f"{folder} is in use by another server; choose another folder for the state") from error
-        for left_over in folder.glob(".snapshot-*.tmp"):
-            left_over.unlink(missing_ok=True)
-        self._number = max((number for number, _ in self._files()), default=0)
-
-    def write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-        """Writes the next file, and removes the oldest where there are too many."""
-        self._number += 1
-        path = self.folder / f"snapshot-{self._number:08d}.safetensors"
-        storage.write(path, KIND, FORMAT, tensors, {"time": time.time(), **meta})
-        for _, old in self._files()[: -self._limit]:
-            old.unlink(missing_ok=True)
-        return path
-
-    def find(self, version: int) -> Saved | None:
-        """The newest file that holds a version."""
-        return next((saved for saved in self.readable() if saved.meta.get("version") == version), None)
-
-    def close(self) -> None:
-        self._lock.close()
-
-    def readable(self) -> Iterator[Saved]:
-        """The files that are whole, the newest first. Damaged ones are skipped, noted and left where they are."""
-        for _, path in reversed(self._files()):
-            try:
-                tensors, meta = storage.read(path, KIND, FORMAT)
-            except (ValueError, OSError, KeyError) as error:
-                text = str(error)
-                if text not in self.damaged:
-                    self.damaged.append(text)
-                continue
-            yield Saved(path, tensors, meta)
-
-    def _files(self) -> list[tuple[int, Path]]:
-        return numbered_files(self.folder)
-
-
-def numbered_files(folder: Path) -> list[tuple[int, Path]]:
-    """The saved states of a folder with their numbers, the oldest first."""
-    matches = ((_NAME.fullmatch(name), folder / name) for name in os.listdir(folder))
-    return sorted((int(match[1]), path) for match, path in matches if match)
-
-
 @dataclass(frozen=True)
 class Restored:
     """What was restored of an earlier run of the service."""
 
     text: str = ""  # continues the sentence "started with …"
-    events: Sequence[dict[str, Any]] = ()
+    events: Sequence[Event] = ()
     opted_out: Sequence[str] = ()
-    problems: list[str] = field(default_factory=list)
+    trusted: Sequence[str] = ()
 
 
 # All of them together
@@ -260,40 +212,88 @@ class Snapshots:
         self.published = Published(adapter)
         self.history = History(settings.history, int(settings.history_megabytes * 2**20))
         self.highest = SOURCE_VERSION  # version that was given out
+        self.contributions: dict[str, int] = {}  # of the published snapshot
         self.good = copied(adapter.state())  # of the published snapshot, with the optimiser's memory
+        self._of_source = self.good  # constant
         # The best snapshot so far. Steps that are each a little worse than the one before add up; compared with this
         # one they do not go unnoticed.
         self.anchor = Replica(adapter)
+        # A saved state that has yet to be judged: until then, the source model answers.
+        self.candidate: Saved | None = None
+        self._older: Iterator[Saved] = iter(())
         self._store = None if settings.state is None else Store(Path(settings.state), settings.history)
         self._save_every = settings.save_every
         self._next_save = time.monotonic() + settings.save_every
         self._saved: tuple[Any, ...] = ()  # version, highest version and opt-outs of the last file
 
-    def publish(self, version: int, alignment: float | None = None) -> None:
-        """Lets the adapter as it is now answer."""
+    def publish(
+        self, version: int, alignment: float | None = None, contributions: Mapping[str, int] | None = None
+    ) -> None:
+        """Lets the adapter as it is now answer. `contributions`: see `Snapshot`."""
         self.good = copied(self.adapter.state())
         self.published.swap_in(version, self.good)
         self.highest = max(self.highest, version)
+        self.contributions = dict(contributions or {})
         if version != SOURCE_VERSION:
-            self.history.add(Snapshot(version, time.time(), for_answering(self.good), alignment))
+            tensors = for_answering(self.good)
+            self.history.add(Snapshot(version, time.time(), tensors, alignment, self.contributions))
+
+    def with_step(self, cameras: Mapping[str, int]) -> dict[str, int]:
+        """The published snapshot's contributions, and those of a step after it. Past a limit, names are dropped."""
+        counts = Counter(self.contributions) + Counter(cameras)
+        while len(counts) > CONTRIBUTORS:
+            *_, (least, images) = Counter({n: c for n, c in counts.items() if n != OTHERS}).most_common()
+            del counts[least]
+            counts[OTHERS] += images
+        return dict(counts)
+
+    def take_without(self, camera: str) -> int:
+        """Publishes the newest kept state that has not learnt from a camera, or the source model; its version."""
+        while self.candidate is not None and _learnt(camera, self.candidate.meta.learnt_from):
+            self.reject_candidate(f"it was adapted to images of {camera}")
+        if not _learnt(camera, self.contributions):
+            return self.published.version
+        for snapshot in reversed(list(self.history)):
+            if not _learnt(camera, snapshot.contributions):
+                self.take(snapshot.version, snapshot.tensors, snapshot.contributions)
+                return snapshot.version
+        for saved in () if self._store is None else self._store.readable():
+            meta = saved.meta
+            if meta.version != SOURCE_VERSION and not _learnt(camera, meta.learnt_from) and not self._unfit(saved):
+                self.take(meta.version, saved.tensors, meta.learnt_from)
+                return meta.version
+        self.back_to_source()
+        return SOURCE_VERSION
 
     def restore_good(self) -> None:
         """Sets the adapter back to what was published last."""
         self.adapter.set_state(copied(self.good))
 
     def back_to_source(self) -> None:
+        self.candidate = None
         self.adapter.reset()
         self.publish(SOURCE_VERSION)
         self.anchor.load(SOURCE_VERSION, self.good)
 
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def take(self, version: int, tensors: Mapping[str, Tensor], contributions: Mapping[str, int] | None = None) -> None:
         """Publishes a kept state, and goes on from it; one that does not fit is refused as a whole."""
+        self._load(tensors)
+        self.candidate = None
+        self.publish(version, contributions=contributions)
+        self.anchor.load(version, self.good)
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Lets the adapter continue from a state; refuses one that does not fit, or that no adapting can have made."""
         self.adapter.check_state(tensors)
         if not all_finite(tensors):
             raise ValueError("the state holds values that are NaN or infinite")
-        self.adapter.set_state(copied(tensors))
-        self.publish(version)
-        self.anchor.load(version, self.good)
+        if grown := overgrown(tensors, self._of_source):
+            raise ValueError(f"the state is not one that adapting makes: {grown}")
+        try:
+            self.adapter.set_state(copied(tensors))
+        except Exception as error:  # whatever a file holds: the adapter is as before
+            self.restore_good()
+            raise ValueError(f"the state cannot be taken up: {type(error).__name__}: {error}") from error
 
     def roll_back(self, version: int | None) -> int:
         """Publishes an earlier snapshot, from memory or from disk, and returns its version."""
@@ -309,14 +309,14 @@ class Snapshots:
             self.back_to_source()
             return version
         if snapshot := self.history.get(version):
-            self.take(version, snapshot.tensors)
+            self.take(version, snapshot.tensors, snapshot.contributions)
             return version
         saved = None if self._store is None else self._store.find(version)
         if saved is None:
             known = ", ".join(str(snapshot.version) for snapshot in self.history) or "none"
             raise ValueError(f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source")
         self._require_ours(saved)
-        self.take(version, saved.tensors)
+        self.take(version, saved.tensors, saved.meta.learnt_from)
         return version
 
     # On disk
@@ -328,18 +328,21 @@ class Snapshots:
     def save_due(self) -> bool:
         return self._store is not None and time.monotonic() >= self._next_save
 
-    def save(self, events: list[dict[str, Any]], opted_out: list[str]) -> Path | None:
+    def save(self, events: Sequence[Event], opted_out: list[str], trusted: list[str]) -> Path | None:
         """Writes the published state, unless the last file holds it already. None where nothing was written."""
         self._next_save = time.monotonic() + self._save_every
         now = (self.published.version, self.highest, opted_out)
-        if self._store is None or self._saved == now:
+        # While a saved state waits to be judged, the source model must not be written over it.
+        if self._store is None or self._saved == now or self.candidate is not None:
             return None
         meta = {
             "version": self.published.version,
             "highest": self.highest,
-            "adapter": self.adapter._state_meta(),
-            "events": events,
+            "adapter": AdapterMeta(**self.adapter._state_meta()),
+            "events": list(events),
             "opted_out": opted_out,
+            "trusted": trusted,
+            "contributions": self.contributions,
             "snapshots": [snapshot.describe() for snapshot in self.history],
         }
         path = self._store.write(self.good, meta)
@@ -352,55 +355,99 @@ class Snapshots:
             if folder.exists():
                 raise ValueError(f"cannot use {folder} as the folder of the state: it is a file")
             return "a new folder"
-        for path in reversed([path for _, path in numbered_files(folder)]):
-            try:
-                tensors, meta = storage.read(path, KIND, FORMAT)
-            except (ValueError, OSError, KeyError):
-                continue  # damaged: a start would use an older one
-            self._require_ours(Saved(path, tensors, meta))
-            return f"continues with version {int(meta['version'])} of {path.name}"
-        return "nothing saved yet"
+        passed_over: list[str] = []
+        for saved in read_files(folder, passed_over.append):
+            if why := self._unfit(saved):
+                passed_over.append(why)
+                continue
+            damaged = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
+            return f"continues with version {saved.meta.version} of {saved.path.name}{damaged}"
+        return "; ".join(["nothing saved yet" if not passed_over else "nothing that can be used", *passed_over])
 
-    def restore(self) -> Restored:
-        """Publishes the newest state that is whole and fits. One of another classifier or method is an error."""
+    def restore(self, judged: bool) -> Restored:
+        """Takes up the newest state that is whole and fits. One of another classifier or method is an error.
+
+        With `judged`, it becomes the `candidate`, and answers only once it was accepted.
+        """
         if self._store is None:
             return Restored()
-        saved = next(filter(self._publish_saved, self._store.readable()), None)
-        problems = [f"{text}; an older state was used" for text in self._store.damaged]
+        self._older = self._store.readable()
+        saved = self._next_candidate()
         if saved is None:
-            return Restored(problems=problems)
-        version = int(saved.meta["version"])
-        self.highest = max(self.highest, int(saved.meta["highest"]))
-        self._saved = (version, self.highest, list(saved.meta["opted_out"]))
-        text = f", from version {version} of {saved.path.name}"
-        if saved.meta["adapter"]["config"] != self.adapter._state_meta()["config"]:
+            return Restored()
+        meta = saved.meta
+        self.highest = max(self.highest, meta.highest)
+        self._saved = (meta.version, self.highest, list(meta.opted_out))
+        text = f", from version {meta.version} of {saved.path.name}"
+        if meta.adapter.config != self.adapter._state_meta()["config"]:
             text += ", which was adapted with other options"
-        return Restored(text, saved.meta["events"], saved.meta["opted_out"], problems)
+        if meta.version == SOURCE_VERSION:
+            self.candidate = None
+        elif not judged:
+            self.take(meta.version, saved.tensors, meta.learnt_from)
+        return Restored(text, meta.events, meta.opted_out, meta.trusted)
+
+    def problems(self) -> list[str]:
+        """Why saved states were passed over since this was last asked."""
+        if self._store is None:
+            return []
+        found, self._store.damaged = self._store.damaged, []
+        return [f"{text}; passed over for an older state" for text in found]
+
+    def try_candidate(self) -> None:
+        """Loads the candidate into the adapter, to be judged."""
+        assert self.candidate is not None
+        self._load(self.candidate.tensors)
+
+    def accept_candidate(self) -> Saved:
+        """Publishes the candidate."""
+        saved = self.candidate
+        assert saved is not None
+        self.take(saved.meta.version, saved.tensors, saved.meta.learnt_from)
+        self._older = iter(())
+        return saved
+
+    def reject_candidate(self, why: str) -> None:
+        """Passes the candidate over for the next older state, if there is one."""
+        assert self.candidate is not None and self._store is not None
+        self._store.pass_over(f"version {self.candidate.meta.version} of {self.candidate.path.name}: {why}")
+        self.restore_good()
+        self._next_candidate()
+        self._saved = ()  # what answers now is not in the newest file
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
             self._store = None
 
-    def _publish_saved(self, saved: Saved) -> bool:
-        """Publishes a saved state; False where it is whole but cannot be used."""
+    def _next_candidate(self) -> Saved | None:
+        assert self._store is not None
+        self.candidate = None
+        for saved in self._older:
+            if why := self._unfit(saved):
+                self._store.pass_over(why)
+                continue
+            self.candidate = saved
+            break
+        return self.candidate
+
+    def _unfit(self, saved: Saved) -> str:
+        """Why a state that is whole cannot be used; empty if it can. One of another model is an error."""
         self._require_ours(saved)
-        version = int(saved.meta["version"])
-        if version == SOURCE_VERSION:
-            return True
+        if saved.meta.version == SOURCE_VERSION:
+            return ""
         try:
-            self.take(version, saved.tensors)
+            self._load(saved.tensors)
         except ValueError as error:
-            assert self._store is not None
-            self._store.damaged.append(f"{saved.path}: {error}")
-            return False
-        return True
+            return f"{saved.path.name}: {error}"
+        self.restore_good()
+        return ""
 
     def _require_ours(self, saved: Saved) -> None:
-        theirs, ours = saved.meta["adapter"], self.adapter._state_meta()
-        other = f"{saved.path} cannot be used: it"
+        theirs, ours = saved.meta.adapter, self.adapter._state_meta()
+        other = f"{saved.path.name} cannot be used: it"
         cure = "choose another folder for the state, or empty this one"
-        if theirs["method"] != ours["method"]:
-            raise ValueError(f"{other} is a state of {theirs['method']!r}, but this is {ours['method']!r}; {cure}")
-        if difference := describe_difference(theirs["classifier"], ours["classifier"]):
+        if theirs.method != ours["method"]:
+            raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {cure}")
+        if difference := describe_difference(theirs.classifier, ours["classifier"]):
             raise ValueError(f"{other} does not belong to this classifier: {difference}; {cure}")

@@ -8,14 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from cafe_tta.serve.cameras import Camera, finite
+from cafe_tta.serve.cameras import Camera, Cameras, finite
 
 MOST_SHIFTED = 8  # feature groups that are shown
 SERIES, REQUESTS = 300, 10_000  # how many points, and how many requests within a point, are kept
 
 
 def describe_cameras(
-    cameras: Iterable[Camera], images: int, opted_out: set[str], clusters: Mapping[int, int] | None
+    cameras: Cameras,
+    images: int,
+    opted_out: set[str],
+    clusters: Mapping[int, int] | None,
+    contributions: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -23,6 +27,8 @@ def describe_cameras(
             "images": camera.images,
             "drift": finite(camera.drift),
             "share": camera.images / max(1, images),
+            "trusted": cameras.trusts(camera),
+            "contributed": contributions.get(camera.name, 0),
             "opted_out": camera.name in opted_out,
             "last_seen": camera.last_seen,
             "quarantined": camera.quarantined or None,

@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from cafe_tta.serve.events import names_only, request_id
 from cafe_tta.serve.http.middleware import ServeError, bad_request
 from cafe_tta.serve.http.protocol import Result
 
@@ -35,6 +36,8 @@ class Work:
     adapt: bool
     deadline: float  # on the clock of time.monotonic
     answer: "asyncio.Future[Result]"
+    verified: bool = False  # it came with its camera's token
+    request: str = field(default_factory=request_id.get)  # its id, for the log
     queued: float = field(default_factory=time.monotonic)
     taken: bool = False  # into a batch: its answer is being computed
 
@@ -114,12 +117,12 @@ class Batcher:
         finally:
             self._images -= images
 
-    async def submit(self, images: Tensor, camera: str, adapt: bool, timeout: float) -> Result:
+    async def submit(self, images: Tensor, camera: str, adapt: bool, timeout: float, verified: bool = False) -> Result:
         """The answer to the images of a request, for which room was reserved."""
         if self._closing:
             raise ServeError(503, "the server is shutting down", retry_after=5)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        work = Work(images, camera, adapt, time.monotonic() + timeout, answer)
+        work = Work(images, camera, adapt, time.monotonic() + timeout, answer, verified)
         self._queue.append(work)
         self._waiting += len(work)
         self._changed.set()
@@ -243,7 +246,7 @@ class Batcher:
             if len(batch) > 1:
                 return [outcome for work in batch for outcome in self._answer([work])]
             if isinstance(error, ValueError):
-                return [bad_request(str(error))]
+                return [bad_request(names_only(str(error)))]
             self.failing = True
             log.exception("the model failed on %d images", len(batch[0]))
             return [ServeError(500, f"the model failed: {type(error).__name__}; the server's log says more")]

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from fastapi import Request
 from starlette.responses import Response
 from torch import Tensor
 
+from cafe_tta.serve.credentials import Credentials
 from cafe_tta.serve.http.batcher import Batcher, Work
 from cafe_tta.serve.http.body import Lease, PendingBytes, pack, read_body
 from cafe_tta.serve.http.metrics import Metrics
 from cafe_tta.serve.http.middleware import ServeError, check_site
-from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply
+from cafe_tta.serve.http.plain import is_plain, read_plain
+from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply, shown
 from cafe_tta.serve.service import Service
 
 log = logging.getLogger(__name__)
@@ -25,15 +29,24 @@ QUICK = 64 * 1024  # bytes that may be parsed, or pixels preprocessed, on the ev
 QUICK_NUMBERS = 4096  # numbers that may be written there
 
 
+@dataclass
+class Count:
+    """What is counted of a request."""
+
+    started: float
+    images: int = 0  # that were answered
+
+
 class Inference:
     """Answers inference requests. Lives on one event loop, once it is open."""
 
-    def __init__(self, service: Service, signature: Signature) -> None:
-        self.service, self.signature, self.settings = service, signature, service.settings
+    def __init__(self, service: Service, signature: Signature, metrics: Metrics) -> None:
+        self.service, self.signature, self.settings, self.metrics = service, signature, service.settings, metrics
+        tokens = self.settings.camera_tokens
+        self.credentials = None if tokens is None else Credentials(tokens)
         self.batcher: Batcher | None = None  # made on the event loop
         self.warm = False  # the model has answered an image
         self.stopping = asyncio.Event()
-        self.metrics = Metrics(service.status, lambda: 0 if self.batcher is None else self.batcher.images)
         self.pending = PendingBytes(self.settings.max_pending_bytes)
         self._active = 0  # requests that have begun and are not answered yet
         self._decoders = ThreadPoolExecutor(self.settings.decode_threads, thread_name_prefix="decode")
@@ -50,6 +63,11 @@ class Inference:
         )
         self._probing = asyncio.ensure_future(self._probe())
 
+    @property
+    def waiting(self) -> int:
+        """Images that wait for an answer."""
+        return 0 if self.batcher is None else self.batcher.images
+
     async def drain(self) -> None:
         """Answers the admitted requests, within `drain_seconds`; then refuses the rest."""
         if self.stopping.is_set():
@@ -64,70 +82,101 @@ class Inference:
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
     async def infer(self, request: Request, name: str, version: str = VERSION) -> Response:
-        started = time.monotonic()
-        images, code = 0, 500
+        with self.counted() as count, Lease(self.pending) as lease:
+
+            def admit() -> None:
+                check_site(request, self.settings.token)
+                self.admit(name, version)
+
+            limit, patience = self.settings.max_body_bytes, self.settings.body_timeout_seconds
+            body = await read_body(request, lease, limit, patience, admit)
+            parsed = await self._parse(request, body)
+            authorization = request.headers.get("authorization", "")
+            result = await self.answer(parsed, authorization, lease, len(body), count.started)
+            accepted = request.headers.get("accept-encoding", "")
+            if parsed.count * self.signature.num_classes <= QUICK_NUMBERS:
+                response = self._write(parsed, result, accepted)
+            else:
+                response = await self.decode(lambda: self._write(parsed, result, accepted))
+            count.images = parsed.count
+            return response
+
+    def admit(self, name: str, version: str) -> None:
+        """Refuses a request that cannot be answered, before its images are read."""
+        self.require_model(name, version)
+        if not self.warm or self.batcher is None:
+            raise ServeError(503, "the model is not ready yet", retry_after=1)
+        self.batcher.check_room()
+
+    async def answer(self, parsed: InferRequest, authorization: str, lease: Lease, held: int, started: float) -> Result:
+        """The answer to a request that was admitted, and whose body holds so many bytes."""
+        batcher, settings = self.batcher, self.settings
+        assert batcher is not None
+        verified = self.verify(parsed.camera, authorization)
+        timeout = settings.default_timeout_microseconds / 1e6
+        if parsed.timeout is not None and settings.allow_timeout_override:
+            timeout = min(timeout, parsed.timeout)
+        with batcher.reserve(parsed.count):
+            lease.grow_to(held + parsed.count * self.signature.image_bytes)
+
+            def make() -> Tensor:
+                return prepare(parsed, self.signature.preprocessing, settings.max_image_pixels)
+
+            images = make() if self._is_quick(parsed) else await self.decode(make)
+            left = timeout - (time.monotonic() - started)
+            return await batcher.submit(images, parsed.camera, parsed.adapt, left, verified)
+
+    def verify(self, camera: str, authorization: str) -> bool:
+        """Whether a request came with its camera's token; refuses names that are bound to another client."""
+        if self.credentials is None:
+            return False
+        kind, _, token = authorization.partition(" ")
+        if self.credentials.knows(camera):
+            if kind.lower() == "bearer" and self.credentials.fits(camera, token.strip()):
+                return True
+            given = "its token is wrong" if authorization else "this needs the header Authorization: Bearer …"
+            raise ServeError(401, f"the camera {shown(camera)} has a token: {given}")
+        if self.settings.unknown_cameras == "refuse":
+            raise ServeError(401, f"no camera {shown(camera)} is known here, and others are refused (unknown_cameras)")
+        return False
+
+    @contextmanager
+    def counted(self) -> Iterator["Count"]:
+        """Counts a request, from its beginning to its answer."""
+        count, code = Count(time.monotonic()), 500
         self._active += 1
         try:
-            with Lease(self.pending) as lease:
-                response, images = await self._infer(request, name, version, lease, started)
+            yield count
             code = 200
-            return response
         except ServeError as error:
             code = error.status
             raise
         finally:
             self._active -= 1
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - count.started
             self.metrics.requests.labels(str(code)).inc()
             self.metrics.request_seconds.observe(seconds)
-            self.metrics.images.inc(images)
-            if images:
-                self.service.observe(images, seconds)
+            self.metrics.images.inc(count.images)
+            if count.images:
+                self.service.observe(count.images, seconds)
 
-    async def _infer(
-        self, request: Request, name: str, version: str, lease: Lease, started: float
-    ) -> tuple[Response, int]:
-        settings, batcher = self.settings, self.batcher
-
-        def admit() -> None:
-            check_site(request, settings.token)
-            self.require_model(name, version)
-            if not self.warm or batcher is None:
-                raise ServeError(503, "the model is not ready yet", retry_after=1)
-            batcher.check_room()
-
-        body = await read_body(request, lease, settings.max_body_bytes, settings.body_timeout_seconds, admit)
-        assert batcher is not None
+    async def _parse(self, request: Request, body: bytearray) -> InferRequest:
+        content_type = request.headers.get("content-type", "")
+        if is_plain(content_type):
+            return read_plain(body, content_type, request.query_params, self.signature)
         header = request.headers.get("inference-header-content-length")
-        quick = len(body) <= QUICK or (header is not None and len(header) <= 5)
-        parsed = (
-            parse(body, header, self.signature)
-            if quick
-            else await self._decode(lambda: parse(body, header, self.signature))
-        )
-        timeout = settings.default_timeout_microseconds / 1e6
-        if parsed.timeout is not None and settings.allow_timeout_override:
-            timeout = min(timeout, parsed.timeout)
-        with batcher.reserve(parsed.count):
-            lease.grow_to(len(body) + parsed.count * self.signature.image_bytes)
-
-            def make() -> Tensor:
-                return prepare(parsed, self.signature.preprocessing, settings.max_image_pixels)
-
-            images = make() if self._is_quick(parsed) else await self._decode(make)
-            left = timeout - (time.monotonic() - started)
-            result = await batcher.submit(images, parsed.camera, parsed.adapt, left)
-        accepted = request.headers.get("accept-encoding", "")
-        if parsed.count * self.signature.num_classes <= QUICK_NUMBERS:
-            return self._write(parsed, result, accepted), parsed.count
-        return await self._decode(lambda: self._write(parsed, result, accepted)), parsed.count
+        if len(body) <= QUICK or (header is not None and len(header) <= 5):
+            return parse(body, header, self.signature)
+        parsed: InferRequest = await self.decode(lambda: parse(body, header, self.signature))
+        return parsed
 
     def _is_quick(self, request: InferRequest) -> bool:
         """Whether its images are preprocessed in less time than a change of threads takes."""
         pixels, side = request.pixels, self.signature.preprocessing.size
         return pixels is not None and pixels.size <= QUICK and (side, side) in (pixels.shape[1:3], pixels.shape[2:])
 
-    async def _decode(self, work: Callable[[], Any]) -> Any:
+    async def decode(self, work: Callable[[], Any]) -> Any:
+        """Slow work, in a thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
 
     def _write(self, request: InferRequest, result: Result, accepted: str) -> Response:
@@ -144,7 +193,10 @@ class Inference:
         images = batch[0].images if len(batch) == 1 else torch.cat([work.images for work in batch])
         images = images.to(self.signature.device)
         cameras = [work.camera for work in batch for _ in range(len(work))]
-        answers = self.service.answer(images, cameras, [work.adapt for work in batch for _ in range(len(work))])
+        adapt = [work.adapt for work in batch for _ in range(len(work))]
+        requests = [work.request for work in batch for _ in range(len(work))]
+        verified = [work.verified for work in batch for _ in range(len(work))]
+        answers = self.service.answer(images, cameras, adapt, requests, verified)
         if len(answers.logits) != len(images) or not torch.isfinite(answers.logits).all():
             raise ValueError("the model's answer to these images is not finite; are they preprocessed as it needs?")
         results, start = [], 0

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 import uuid
-from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
@@ -17,8 +16,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cafe_tta.serve.events import request_id
+
+REQUEST_ID = r"[\w.:-]{1,64}"  # what a client may call its request
 log = logging.getLogger("cafe_tta.serve.access")
-request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 
 class ServeError(Exception):
@@ -109,7 +110,7 @@ class Requests:
             await self.app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-        own = given if re.fullmatch(r"[\w.:-]{1,64}", given, re.ASCII) else uuid.uuid4().hex[:16]
+        own = given if re.fullmatch(REQUEST_ID, given, re.ASCII) else uuid.uuid4().hex[:16]
         token = request_id.set(own)
         started, status = time.monotonic(), 0
 

@@ -159,22 +159,41 @@ def parse(body: bytearray, header_length: str | None, signature: Signature) -> I
             "send the images as binary data: a hundredth of the work",
         )
     request = _json_object(bytes(memoryview(body)[:length]))
+    return read_request(request, memoryview(body)[length:], signature)
+
+
+def read_request(request: Mapping[str, Any], binary: memoryview, signature: Signature) -> InferRequest:
+    """The request in parsed JSON, and in the bytes that follow it."""
     parameters = mapping(request.get("parameters"), "parameters")
-    request_id = _text(request.get("id"), "id", MAX_ID) if request.get("id") is not None else None
     tensor = _only_input(request.get("inputs"))
-    pixels, files, count = read_input(
-        tensor, memoryview(body)[length:], signature.preprocessing.size, signature.max_images
-    )
-    camera = parameters.get("camera", CAMERA)
-    camera = _text(camera, "the parameter camera", LONGEST_NAME)
+    pixels, files, count = read_input(tensor, binary, signature.preprocessing.size, signature.max_images)
+    outputs = _outputs(request, parameters, signature)
+    return _request(request.get("id"), pixels, files, count, parameters, outputs)
+
+
+def with_files(
+    files: tuple[Content, ...], parameters: Mapping[str, Any], outputs: tuple[RequestedOutput, ...]
+) -> InferRequest:
+    """A request with images that are files; the parameters may hold its id."""
+    return _request(parameters.get("id"), None, files, len(files), parameters, outputs)
+
+
+def _request(
+    request_id: Any,
+    pixels: Pixels | None,
+    files: tuple[Content, ...],
+    count: int,
+    parameters: Mapping[str, Any],
+    outputs: tuple[RequestedOutput, ...],
+) -> InferRequest:
+    known = None if request_id is None else _text(request_id, "id", MAX_ID)
+    camera = _text(parameters.get("camera", CAMERA), "the parameter camera", LONGEST_NAME)
     if not camera or not camera.isprintable():
         raise bad_request(f"expected the parameter camera to be a name, but got {camera!r}")
     adapt = parameters.get("adapt", True)
     if not isinstance(adapt, bool):
         raise bad_request(f"expected the parameter adapt to be true or false, but got {shown(adapt)}")
-    return InferRequest(
-        request_id, pixels, files, count, camera, adapt, _timeout(parameters), _outputs(request, parameters, signature)
-    )
+    return InferRequest(known, pixels, files, count, camera, adapt, _timeout(parameters), outputs)
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
@@ -411,12 +430,10 @@ def _decoded(files: tuple[Content, ...], preprocessing: Preprocessing, max_pixel
 
 def reply(request: InferRequest, result: Result, signature: Signature) -> tuple[bytes, int | None]:
     """The body, and the length of its JSON part where binary data follow it."""
-    parameters: dict[str, Any] = {"model_version": result.version, "adapting": result.adapting}
-    if result.drift is not None:
-        parameters["drift"] = result.drift
+    parameters = answer_parameters(result)
     outputs, blobs = [], []
     for wanted in request.outputs:
-        described, blob = _output(wanted, result, signature)
+        described, blob = output_tensor(wanted, result, signature)
         outputs.append(described)
         if blob is not None:
             blobs.append(blob)
@@ -427,7 +444,12 @@ def reply(request: InferRequest, result: Result, signature: Signature) -> tuple[
     return b"".join((header, *blobs)), len(header) if blobs else None
 
 
-def _output(wanted: RequestedOutput, result: Result, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
+def answer_parameters(result: Result) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"model_version": result.version, "adapting": result.adapting}
+    return parameters if result.drift is None else parameters | {"drift": result.drift}
+
+
+def output_tensor(wanted: RequestedOutput, result: Result, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
     if wanted.name == "class_name" or wanted.classification:
         texts, shape = _texts(wanted, result, signature)
         described: dict[str, Any] = {"name": wanted.name, "datatype": "BYTES", "shape": shape}

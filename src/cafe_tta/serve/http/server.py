@@ -3,26 +3,30 @@
 import asyncio
 import contextlib
 import ctypes
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
+from cafe_tta.serve.events import request_id
 from cafe_tta.serve.http.app import App, create_app
-from cafe_tta.serve.http.middleware import request_id, with_deadline
+from cafe_tta.serve.http.middleware import ServeError, with_deadline
 
 KEEP_ALIVE = 75  # seconds: longer than clients keep idle connections, which would otherwise find them closed
 LARGE_BLOCK = 32 << 20  # bytes: smaller blocks are reused by the process; the most that glibc allows
 FREE_MEMORY = 256 << 20  # bytes of freed memory that the process keeps for the next batch
+TIME = "%Y-%m-%dT%H:%M:%S%z"
 GRACE = 2  # seconds beyond draining, to write the answers
 
 log = logging.getLogger(__name__)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "port") -> socket.socket:
     """A socket that is bound and does not listen yet: a port in use is reported before the model is loaded."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -35,7 +39,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; choose another `port`") from None
+        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; choose another `{setting}`") from None
     return bound
 
 
@@ -80,18 +84,54 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: App, say: Callable[[str], None], where: str) -> None:
         super().__init__(config)
         self._app, self._say, self._where = app, say, where
+        self._grpc: Any = None  # its server, where there is one
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            self._reload_on_hangup()
+            await self._start_grpc()
             self._say(f"serving {self._app.signature.name} on {self._where}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._say("stopping: answering waiting requests")
+        grpc = None if self._grpc is None else asyncio.create_task(self._grpc.stop(self._app.settings.drain_seconds))
         draining = asyncio.create_task(self._app.inference.drain())
         await super().shutdown(sockets)
         await draining
+        if grpc is not None:
+            await grpc
         self._say("stopped")
+
+    async def _start_grpc(self) -> None:
+        settings = self._app.settings
+        if settings.grpc_port is None:
+            return
+        from cafe_tta.serve.http import rpc
+
+        self._grpc, port = await rpc.start(self._app)
+        self._say(f"serving {self._app.signature.name} over gRPC on {settings.host}:{port}")
+
+    def _reload_on_hangup(self) -> None:
+        """Replaces the model on SIGHUP, where there is such a signal."""
+        tasks: set[asyncio.Task[None]] = set()  # else a running one could be collected
+
+        def begin() -> None:
+            task = asyncio.create_task(self._reload())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        with contextlib.suppress(AttributeError, NotImplementedError):  # Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, begin)
+
+    async def _reload(self) -> None:
+        self._say("reloading: the present model answers until the next one is ready")
+        try:
+            await self._app.replace_model()
+        except ServeError as error:
+            self._say(f"error: {error.text}; the present model goes on answering")
+        else:
+            self._say(f"serving {self._app.signature.name} on {self._where}")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,21 +144,43 @@ class _Server(uvicorn.Server):
 
 
 class _Line(logging.Formatter):
-    """One line for each record: time, level, request, text."""
+    """One line for each record: time, level, logger, request, text, and further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        where = request_id.get()
         text = super().format(record)
         if not record.exc_info:
             text = " ".join(text.split())
-        stamp = self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z")
-        return f"{stamp} {record.levelname.lower()} {record.name} request={where} {text}"
+        fields = getattr(record, "fields", {})
+        more = "".join(f" {name}={json.dumps(value, ensure_ascii=False)}" for name, value in fields.items())
+        stamp = self.formatTime(record, TIME)
+        return f"{stamp} {record.levelname.lower()} {record.name} request={request_id.get()} {text}{more}"
 
 
-def start_logging(level: str) -> None:
-    """Plain lines on stderr."""
+class _Json(logging.Formatter):
+    """One JSON object on a line for each record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content = {
+            "time": self.formatTime(record, TIME),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request": request_id.get(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return json.dumps(content | getattr(record, "fields", {}))
+
+
+def log_line(text: str) -> None:
+    """What the server says to whoever started it, as a record of the log."""
+    log.info("%s", text)
+
+
+def start_logging(level: str, form: str) -> None:
+    """Lines on stderr, as text or as JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Line())
+    handler.setFormatter(_Json() if form == "json" else _Line())
     ours = logging.getLogger("cafe_tta.serve")
     ours.handlers[:] = [handler]
     ours.propagate = False

@@ -153,7 +153,7 @@ function timeTicks(picture, from, to, width, height, x) {
   }
 }
 
-const LANES = [["accepted"], ["refused"], ["rolled_back"], ["paused", "resumed", "reset", "saved", "started", "error"]];
+const LANES = [["accepted"], ["refused"], ["rolled_back"], ["paused", "resumed", "reset", "saved", "started", "restored", "undone", "stalled", "recovered", "error"]];
 const ALWAYS_SHOWN = ["accepted", "refused", "rolled_back", "skipped"];
 
 function timeline(host, { from, to, events, label }) {
@@ -169,7 +169,7 @@ function timeline(host, { from, to, events, label }) {
   const shown = events.filter((e) => e.time >= from);
   for (const e of shown) {
     const row = LANES.findIndex((kinds) => kinds.includes(e.kind));
-    picture.append(mark(e.kind, x(e.time), (row < 0 ? 0 : row) * lane + lane / 2));
+    picture.append(mark(e.kind, x(e.time), (row < 0 ? LANES.length - 1 : row) * lane + lane / 2));
   }
   timeTicks(picture, from, to, width, height, x);
   hover(host, picture, x, height - 22, shown, (e) => `${clock(e.time, true)}  ${named(e.kind)}\n${e.text || ""}`);

@@ -173,6 +173,8 @@ const STATES = { adapting: "Adapting", paused: "Paused", off: "Adaptation off" }
 
 function render() {
   const s = latest;
+  byId("stalled").hidden = !s.stalled;
+  write("stalled", s.stalled ? `Adapting comes to nothing: ${s.stalled}.` : "");
   if (!s) return;
   write("name", s.name || "cafe-tta");
   document.title = `${s.name || "cafe-tta"} · ${STATES[s.state] || s.state}`;
@@ -245,9 +247,10 @@ const MODELS = { source: "the unadapted model answers this camera: its images lo
 
 // Why nothing is learnt from a camera, where that is so.
 function away(c) {
-  if (!c.opted_out && !c.quarantined) return null;
-  const why = c.opted_out ? "opted out: answered, not learnt from" : c.quarantined;
-  return html("span", { class: "away", title: why }, c.opted_out ? " opted out" : " quarantined");
+  if (c.opted_out) return html("span", { class: "away", title: "opted out: answered, not learnt from" }, " opted out");
+  if (c.quarantined) return html("span", { class: "away", title: c.quarantined }, " quarantined");
+  if (c.trusted) return null;
+  return html("span", { class: "away", title: "new, or without a token: all such cameras together count as one" }, " new");
 }
 
 function cameras(s) {
