@@ -19,7 +19,7 @@ from cafe_tta.source import Reference
 from cafe_tta.source.reference import MIN_IMAGES
 
 NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
-FOUNDING_STEPS = 4  # cameras that come before these are there from the beginning
+FOUNDING_STEPS = 2  # cameras that come before these are there from the beginning
 TRUST_STEPS = 8  # that others must have sent images before: whoever takes new names all the time never gets there
 RECENT = 64  # images of a camera whose features are remembered
 PREDICTIONS = 128  # images of a camera whose predictions are remembered
