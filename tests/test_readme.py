@@ -49,7 +49,7 @@ def test_links_of_the_readme_lead_somewhere(path):
     assert path.startswith("http") or (README.parent / path).exists()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md", "docs/when-not-to-adapt.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
 def test_results_that_are_repeated_are_those_of_the_measurements(page):
     """Percentages with two digits after the point: each stands in docs/unmix.md, beside its command."""
     measured = (ROOT / "docs/unmix.md").read_text()
