@@ -236,7 +236,7 @@ def test_images_like_the_sources_are_answered_as_by_the_source(classifier, sourc
 # Statistics
 
 
-@pytest.mark.parametrize(("batches", "mature"), [(3, 256), (6, 50)])
+@pytest.mark.parametrize(("batches", "mature"), [(3, 1024), (6, 50)])
 def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, monkeypatch, batches, mature):
     """Each image is normalised with all images of its cluster so far that were measured and the source's as a prior."""
     monkeypatch.setattr(unmixing, "MATURE", mature)
@@ -280,7 +280,7 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, mon
             )
             torch.testing.assert_close(logits[row].double(), expected, rtol=1e-3, atol=1e-4)
     assert adapter.report.notes["clusters"] == 2 and strangers < 40 and (memory["shift"] == 1).all()
-    assert (left_out > 0) == (mature < 256)
+    assert (left_out > 0) == (mature < 1024)
 
 
 def test_a_single_image_is_answered_as_in_a_batch(classifier, source):

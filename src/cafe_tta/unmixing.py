@@ -25,7 +25,7 @@ from cafe_tta.distributed import ALONE, Ranks
 from cafe_tta.styles import StyleStats, describe
 
 PRIOR = 32.0  # images of the source in the statistics of every cluster
-MATURE, EVERY = 256, 4  # images of larger clusters are measured in every fourth pass only, and count for the others
+MATURE, EVERY = 1024, 4  # images of larger clusters are measured in every fourth pass only, and count for the others
 THINNED = 16  # pixels a side: larger maps have their moments taken over every second pixel in each direction
 FUSED = 64  # pixels: for larger maps, BatchNorm's own kernel is twice as fast as a multiplication with broadcasting
 
