@@ -205,7 +205,14 @@ class Adapter(Displayed, nn.Module):
         """Keeps what the method needs from the source domain, and sets the classifier up. Called once."""
         self.normaliser = Normaliser(self.classifier, "source")
 
-    def unmixer(self, source: Any, window: float, prior: float = PRIOR, threshold: float = THRESHOLD) -> Unmixer:
+    def unmixer(
+        self,
+        source: Any,
+        window: float,
+        expected: float | None,
+        prior: float = PRIOR,
+        threshold: float = THRESHOLD,
+    ) -> Unmixer:
         """What normalises each image with those that are corrupted like it; needs the styles of the source images."""
         layers = batchnorm_layers(self.classifier)
         if self.styles is None:
@@ -214,7 +221,16 @@ class Adapter(Displayed, nn.Module):
                 f"normalisation='unmix' needs the styles of the source images, but got none; pass {what} that were "
                 "made with this release by FeatureStats.fit(classifier, source_loader).group() or `cafe-tta stats`"
             )
-        return Unmixer(layers, self.styles, window=window, prior=prior, threshold=threshold, ranks=self.ranks)
+        return Unmixer(
+            layers,
+            self.styles,
+            self.classifier.num_classes,
+            window=window,
+            prior=prior,
+            threshold=threshold,
+            expected=expected,
+            ranks=self.ranks,
+        )
 
     @property
     def clusters(self) -> Unmixer | None:
@@ -487,6 +503,13 @@ class Adapter(Displayed, nn.Module):
         if not len(images):
             features, logits = self.run(self.ranks.stand_in(images))
             return features[:0], logits[:0]
+        features, logits = self._pass(images)
+        if self.normaliser.answered(logits):
+            self.normaliser.adapting(update=False)
+            features, logits = self._pass(images)
+        return features, logits
+
+    def _pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         try:
             self.normaliser.look(images)
             return self.classifier.features_and_logits(images)

@@ -48,6 +48,13 @@ class StepConfig(AdapterConfig):
         " fewer follow moving weights.",
         least=1,
     )
+    unmix_classes: float | None = option(
+        None,
+        "Effective number of classes that any 64 images of the stream can be expected to have, for normalisation=unmix:"
+        " by default all, ten at most. While the answers are of far fewer, images are normalised as in training. 1 "
+        "switches this off.",
+        least=1,
+    )
     blend: float = option(0.5, "Weight of the batch's statistics, for normalisation=blend.", least=0, most=1)
     answer: Literal["before", "after", "after-eval"] = option(
         "before",
@@ -170,7 +177,7 @@ class GradientAdapter(Adapter):
 
     def prepare(self, source: Any) -> None:
         kind = self.config.normalisation
-        unmixer = self.unmixer(source, self.config.unmix_window) if kind == "unmix" else None
+        unmixer = self.unmixer(source, self.config.unmix_window, self.config.unmix_classes) if kind == "unmix" else None
         mixture = self.mixture(self.config.components, self.config.batch_size) if kind == "unmix-tns" else None
         weight = self.config.slow if kind == "slow" else self.config.blend
         self.normaliser = Normaliser(

@@ -108,6 +108,10 @@ class Normaliser:
         if self.by_image is not None:
             self.by_image.look(images, self.updating)
 
+    def answered(self, logits: Tensor) -> bool:
+        """Is shown the answers of every pass after it, and says whether they show that it normalised wrongly."""
+        return self.unmixer is not None and self.unmixer.answered(logits)
+
     def leave(self, model: nn.Module) -> None:
         """Makes the layers of a copy of the classifier ordinary ones: without hooks, and with statistics of their own.
 

@@ -8,7 +8,8 @@ the sums of all cells of its cluster:
     mean = w (Σμ + N μ_source) / (n + N) + (1 - w) μ_source,    var likewise from Σq, less mean²
 
 where N images of the source are the prior, and w is 0 for a cluster whose style is the source's and 1 for one that is
-clearly another. A stranger, an image like none of the clusters, has the source's statistics.
+clearly another. A stranger, an image like none of the clusters, has the source's statistics. While the last images are
+of few classes, w is smaller for all, down to 0, and images count for less in the sums (see `diversity`).
 """
 
 import math
@@ -22,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cafe_tta.channels import NormalisedInput
 from cafe_tta.clusters import CELLS, THRESHOLD, StyleClusters
 from cafe_tta.distributed import ALONE, Ranks
+from cafe_tta.diversity import Diversity
 from cafe_tta.styles import StyleStats, describe
 
 PRIOR = 32.0  # images of the source in the statistics of every cluster
@@ -37,13 +39,17 @@ class Unmixer:
         self,
         layers: Sequence[_BatchNorm],
         styles: StyleStats,
+        num_classes: int,
         *,
         window: float,
         prior: float = PRIOR,
         threshold: float = THRESHOLD,
+        expected: float | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.styles, self.prior, self.window, self.threshold, self.ranks = styles, prior, window, threshold, ranks
+        self._classes = num_classes, expected
+        self._follows = False  # whether anything follows the pass at hand
         self.enabled = True  # off: the source's statistics, as without unmixing
         self.members = torch.zeros(0, dtype=torch.long)  # cells of the images of the pass at hand; -1: of none
         self.shifted = 1.0  # share of the images of the pass whose style is not the source's
@@ -57,6 +63,7 @@ class Unmixer:
     def reset(self) -> None:
         """Forgets every cluster."""
         self.clusters = StyleClusters(self.styles, self.threshold)
+        self.diversity = Diversity(*self._classes)
         self._memory = {
             "weights": torch.zeros(CELLS, dtype=torch.float64),  # n: images that the sums of a cell stand for
             "sums": torch.zeros(2, CELLS, self._offsets[-1], dtype=torch.float64),  # Σμ and Σq
@@ -67,12 +74,13 @@ class Unmixer:
     @property
     def memory(self) -> dict[str, Tensor]:
         """All that is remembered of the stream."""
-        return {**self.clusters.memory, **self._memory}
+        return {**self.clusters.memory, **self._memory, **self.diversity.memory}
 
     @memory.setter
     def memory(self, tensors: Mapping[str, Tensor]) -> None:
         self._memory = {name: tensors[name] for name in self._memory}
-        self.clusters.memory = {name: tensor for name, tensor in tensors.items() if name not in self._memory}
+        self.clusters.memory = {name: tensors[name] for name in self.clusters.memory}
+        self.diversity.memory = {name: tensors[name] for name in self.diversity.memory}
         self._pool()
 
     @property
@@ -87,6 +95,7 @@ class Unmixer:
 
     def look(self, images: Tensor, update: bool) -> None:
         """Assigns the images of the next pass to clusters; with `update`, the clusters follow them."""
+        self._follows = update and self.enabled
         if not self.enabled:
             return
         styles = self.styles.embed(describe(images))
@@ -117,16 +126,25 @@ class Unmixer:
         fade = math.exp(-len(cells) / self.window)
         mature = (self.clusters.joined @ weights)[cells] >= MATURE
         measured_now = self._memory["passes"] % EVERY == 0
-        counts = torch.where(mature, EVERY * measured_now, 1).double().where(cells >= 0, 0.0)
+        counts = torch.where(mature, EVERY * measured_now, 1).double().where(cells >= 0, 0.0) * self.diversity.trust
         weights = (weights * fade).index_add(0, cells.clamp(min=0), counts)
         self._memory = {"weights": weights, "sums": sums.mul_(fade), "passes": self._memory["passes"] + 1}
         self._pool()
         return counts
 
+    def answered(self, logits: Tensor) -> bool:
+        """Is told the answers of the pass; whether they show that the images, which it trusted, are of few classes."""
+        if not self._follows:
+            return False
+        trusted = self.diversity.trusted
+        self.diversity.follow(self.ranks.gather(self.ranks.own_part(logits.detach().softmax(1))))
+        self._pool()
+        return trusted and not self.diversity.trusted
+
     def _pool(self) -> None:
         """What a pass needs to know of the clusters; the last row stands for the source, and for strangers."""
         self._joined = self.clusters.joined
-        shift = self.clusters.memory["shift"]
+        shift = self.clusters.memory["shift"] * self.diversity.trust
         counts = self._joined @ self._memory["weights"] + self.prior
         self._share = torch.cat([shift / counts, shift.new_zeros(1)])[:, None]  # of the sums
         self._source_share = torch.cat([1 - shift + shift * self.prior / counts, shift.new_ones(1)])[:, None]
@@ -171,11 +189,12 @@ class Unmixer:
             layer.running_var.copy_((square - mean.square()).clamp(min=0))
 
     def notes(self) -> dict[str, float]:
-        """For the report of a batch: the number of clusters, and the shares of the largest and of shifted images."""
+        """For the report of a batch: clusters, the shares of the largest and of shifted images, effective classes."""
         sizes = self.sizes
         if not sizes:
             return {}
-        return {"clusters": float(len(sizes)), "largest_cluster": sizes[0] / sum(sizes), "shifted": self.shifted}
+        of_clusters = {"clusters": float(len(sizes)), "largest_cluster": sizes[0] / sum(sizes), "shifted": self.shifted}
+        return {**of_clusters, "classes": self.diversity.classes}
 
 
 def _moments(activations: Tensor) -> Tensor:

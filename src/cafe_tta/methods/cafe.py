@@ -39,7 +39,11 @@ class CAFeConfig(StepConfig):
         128, "Samples that every group needs, however narrow it is; a smaller batch is padded.", least=0
     )
     memory: bool = option(True, "Whether batches are padded with earlier batches first, then with source moments.")
-    gate: bool = option(False, "No step while the batches look like the source; the source classifier answers them.")
+    gate: bool = option(
+        False,
+        "No step while the batches look like the source, which the source classifier answers; nor, with "
+        "normalisation=unmix, while they are of few classes.",
+    )
     gate_margin: float = option(
         MARGIN,
         "How far above the largest loss of source batches a batch may be and still look like the source.",
@@ -108,8 +112,11 @@ class CAFe(GradientAdapter):
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
         unmixer = self.normaliser.unmixer
-        if self.config.gate and unmixer is not None and unmixer.shifted <= FEW_SHIFTED:
-            raise NothingToLearn("the images look like the source's")
+        if self.config.gate and unmixer is not None:
+            if unmixer.shifted <= FEW_SHIFTED:
+                raise NothingToLearn("the images look like the source's")
+            if not unmixer.diversity.trusted:
+                raise NothingToLearn(f"the last images are of few classes (about {unmixer.diversity.classes:.1f})")
         return self.alignment(features) + self.infomax(logits)
 
     def infomax(self, logits: Tensor) -> Tensor:

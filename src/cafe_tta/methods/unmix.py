@@ -37,6 +37,12 @@ class UnmixConfig(AdapterConfig):
         "deviations along the line between them.",
         above=0,
     )
+    classes: float | None = option(
+        None,
+        "Effective number of classes that any 64 images of the stream can be expected to have: by default all, ten at "
+        "most. While the answers are of far fewer, images are normalised as in training. 1 switches this off.",
+        least=1,
+    )
 
     @property
     def unmixes(self) -> bool:
@@ -85,5 +91,5 @@ class Unmix(NormalisingAdapter):
                 "unmix changes what BatchNorm layers normalise with, but this classifier has none; use a method with "
                 "gradient steps"
             )
-        unmixer = self.unmixer(source, config.window, config.prior, config.threshold)
+        unmixer = self.unmixer(source, config.window, config.classes, config.prior, config.threshold)
         self.normaliser = Normaliser(self.classifier, "unmix", ranks=self.ranks, unmixer=unmixer)

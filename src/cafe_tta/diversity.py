@@ -1,0 +1,76 @@
+"""How many classes the last images of a stream are spread over, as the answers tell.
+
+Statistics of a few classes say more of their content than of how they are corrupted: images that come class by class
+ruin a model that adapts to them. With the predictions p of the last images,
+
+    k = 1 / mean of pᵢ · pⱼ over pairs of images less than 64 apart
+
+is their effective number of classes: 1 where all answers are the same, C where the C classes come equally often and in
+any order. It is the inverse Simpson index, of pairs that are near in time.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+REACH = 64  # images: pairs that are less apart are near
+HORIZON = 128.0  # images of the stream after which one counts e times less
+PRIOR = 16.0  # images that are assumed before the first, of all classes
+ENOUGH = 10  # classes: statistics of as many say little of the content, however many more the model knows
+FEW, MANY = 0.5, 0.8  # of the classes that are expected: with fewer and with more, nothing and everything is trusted
+TRUSTED = 0.5  # of 1: what is trusted less is not learnt from
+
+
+class Diversity:
+    """Follows the answers to a stream. Everything that it remembers is in `memory`, which is replaced, never changed.
+
+    >>> diversity = Diversity(4)
+    >>> everything = torch.eye(4).repeat(50, 1)
+    >>> diversity.follow(everything)
+    >>> round(diversity.classes, 1), diversity.trust
+    (4.2, 1.0)
+    >>> diversity.follow(everything.sort(0).values)  # all of the last class
+    >>> round(diversity.classes, 1), diversity.trust
+    (1.2, 0.0)
+    """
+
+    def __init__(self, num_classes: int, expected: float | None = None) -> None:
+        self.num_classes = num_classes
+        self.expected = min(num_classes, ENOUGH) if expected is None else expected
+        self.memory = {
+            "answers": torch.zeros(REACH - 1, num_classes, dtype=torch.float64),  # the last ones; zeros: none yet
+            "collisions": torch.zeros((), dtype=torch.float64),  # sum over images of the mean pᵢ · pⱼ with those before
+            "compared": torch.zeros((), dtype=torch.float64),  # how many images there are in this sum
+        }
+
+    @property
+    def classes(self) -> float:
+        """The effective number of classes of the last images."""
+        compared, collisions = self.memory["compared"] + PRIOR, self.memory["collisions"] + PRIOR / self.num_classes
+        return (compared / collisions).item()
+
+    @property
+    def trust(self) -> float:
+        """How far statistics of the last images can be trusted: 0 if they are of few classes, 1 if of enough."""
+        return min(max((self.classes / self.expected - FEW) / (MANY - FEW), 0.0), 1.0)
+
+    @property
+    def trusted(self) -> bool:
+        return self.trust >= TRUSTED
+
+    def follow(self, predictions: Tensor) -> None:
+        """Follows the next predictions (n, C), in the order of the stream."""
+        every = torch.cat([self.memory["answers"], predictions.detach().cpu().double()])
+        new = torch.arange(REACH - 1, len(every))
+        apart = new[:, None] - torch.arange(len(every))
+        near = ((apart > 0) & (apart < REACH) & every.any(1)).double()  # (n, all)
+        pairs = near.sum(1)
+        collisions = ((every[new] @ every.T) * near).sum(1) / pairs.clamp(min=1)
+        counts = torch.exp((new + 1 - len(every)).double() / HORIZON) * (pairs > 0)
+        fade = math.exp(-len(new) / HORIZON)
+        self.memory = {
+            "answers": every[1 - REACH :],
+            "collisions": self.memory["collisions"] * fade + collisions @ counts,
+            "compared": self.memory["compared"] * fade + counts.sum(),
+        }
