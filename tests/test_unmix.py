@@ -190,7 +190,7 @@ def test_a_stream_of_many_kinds_is_cut_finer():
         points = np.concatenate([centre + random.normal(size=(200, 8)) for centre in [*centres, near]])
         clusters = StyleClusters(plain())
         labels = np.repeat(np.arange(others + 2), 200)
-        return len(np.unique(clusters._join(points, labels, others + 2)))
+        return len(np.unique(clusters._join(points, labels, others + 2)[1]))
 
     assert [found(others) for others in (1, 4, 5, 6)] == [2, 5, 7, 8]
 

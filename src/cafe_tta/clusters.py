@@ -55,6 +55,7 @@ class StyleClusters:
             "centres": torch.zeros(CELLS, width, dtype=torch.float64),
             "images": torch.zeros(CELLS, dtype=torch.long),  # of each cell in the buffer
             "cluster": torch.arange(CELLS),  # of each cell: the number of one of its cells
+            "kind": torch.arange(CELLS),  # of each cell: the cluster before it was cut finer, likewise
             "middle": torch.zeros(CELLS, width, dtype=torch.float64),  # of each cell's cluster: its mean
             "reach": torch.zeros(CELLS, dtype=torch.float64),  # its root mean square distance from the mean
             "shift": torch.ones(CELLS, dtype=torch.float64),  # 0: like the source; 1: unlike it
@@ -74,7 +75,12 @@ class StyleClusters:
     @property
     def joined(self) -> Tensor:
         """Which cells are of the same cluster: 0 or 1. (CELLS, CELLS)"""
-        return (self.memory["cluster"][:, None] == self.memory["cluster"]).double()
+        return _same(self.memory["cluster"])
+
+    @property
+    def akin(self) -> Tensor:
+        """Which cells are of the same kind: one cluster, or several that it was cut into: 0 or 1. (CELLS, CELLS)"""
+        return _same(self.memory["kind"])
 
     def nearest(self, styles: Tensor) -> Tensor:
         """The cell of each style (n, S); -1: none yet, or a stranger. (n,)"""
@@ -119,16 +125,16 @@ class StyleClusters:
         memory["used"][...], memory["mean"][...], memory["basis"][...] = used, mean, basis
         memory["centres"][:used] = mean + centres @ basis.T
         memory["images"][:used] = np.bincount(labels, minlength=used)
-        memory["cluster"][:used] = self._join(points, labels, used)
+        memory["kind"][:used], memory["cluster"][:used] = self._join(points, labels, used)
         self._describe_clusters(memory, styles, memory["cluster"][labels])
         return splits
 
-    def _join(self, points: Any, labels: Any, used: int) -> Any:
-        """The cluster of every cell. Where there are many kinds, they come at all strengths, and overlap."""
-        clusters = _joined(points, labels, used, self.threshold, self.spread**0.5)
-        if len(np.unique(clusters)) < MANY:
-            return clusters
-        return _joined(points, labels, used, FINER * self.threshold, self.spread**0.5)
+    def _join(self, points: Any, labels: Any, used: int) -> tuple[Any, Any]:
+        """Kind and cluster of every cell. Where there are many kinds, they come at all strengths, and overlap."""
+        kinds = _joined(points, labels, used, self.threshold, self.spread**0.5)
+        if len(np.unique(kinds)) < MANY:
+            return kinds, kinds
+        return kinds, _joined(points, labels, used, FINER * self.threshold, self.spread**0.5)
 
     def _describe_clusters(self, memory: dict[str, Any], styles: Any, clusters: Any) -> None:
         for cluster in np.unique(clusters):
@@ -143,6 +149,10 @@ class StyleClusters:
             shift = np.sqrt(max(length**2 - STRANGE**2 * square / len(own), 0))
             t = shift / (self.spread**0.5 + (own @ (middle / max(length, 1e-12))).std())
             memory["shift"][cells] = np.clip((t - SOURCE_LIKE) / (UNLIKE_SOURCE - SOURCE_LIKE), 0, 1)
+
+
+def _same(numbers: Tensor) -> Tensor:
+    return (numbers[:, None] == numbers).double()
 
 
 def _nearest(points: Any, centres: Any) -> Any:

@@ -8,8 +8,10 @@ the sums of all cells of its cluster:
     mean = w (Σμ + N μ_source) / (n + N) + (1 - w) μ_source,    var likewise from Σq, less mean²
 
 where N images of the source are the prior, and w is 0 for a cluster whose style is the source's and 1 for one that is
-clearly another. A stranger, an image like none of the clusters, has the source's statistics. While the last images are
-of few classes, w is smaller for all, down to 0, and images count for less in the sums (see `diversity`).
+clearly another. Clusters that one kind of images was cut into (see `clusters`) have 128 images with the statistics of
+the whole kind as their prior. A stranger, an image like none of the clusters, has the source's statistics. While the
+last images are of few classes, w is smaller for all, down to 0, and images count for less in the sums (see
+`diversity`).
 """
 
 import math
@@ -27,6 +29,7 @@ from cafe_tta.diversity import Diversity
 from cafe_tta.styles import StyleStats, describe
 
 PRIOR = 32.0  # images of the source in the statistics of every cluster
+KIND = 128.0  # images of its kind in the statistics of every cluster that is but a part of a kind
 MATURE, EVERY = 1024, 4  # images of larger clusters are measured in every fourth pass only, and count for the others
 THINNED = 16  # pixels a side: larger maps have their moments taken over every second pixel in each direction
 FUSED = 64  # pixels: for larger maps, BatchNorm's own kernel is twice as fast as a multiplication with broadcasting
@@ -142,12 +145,18 @@ class Unmixer:
         return trusted and not self.diversity.trusted
 
     def _pool(self) -> None:
-        """What a pass needs to know of the clusters; the last row stands for the source, and for strangers."""
-        self._joined = self.clusters.joined
-        shift = self.clusters.memory["shift"] * self.diversity.trust
-        counts = self._joined @ self._memory["weights"] + self.prior
-        self._share = torch.cat([shift / counts, shift.new_zeros(1)])[:, None]  # of the sums
-        self._source_share = torch.cat([1 - shift + shift * self.prior / counts, shift.new_ones(1)])[:, None]
+        """Shares of the cells' sums, and of the source, in the statistics of every cell and, last, of strangers."""
+        weights = self._memory["weights"]
+        clusters, kinds = self.clusters.joined, self.clusters.akin
+        in_cluster, in_kind = (clusters @ weights)[:, None], (kinds @ weights)[:, None]
+        cut = (clusters != kinds).any(1, keepdim=True)  # whether the cluster is a part of its kind
+        own = cut / (in_cluster + KIND)
+        rest = 1 - own * in_cluster
+        shift = self.clusters.memory["shift"][:, None] * self.diversity.trust
+        shares = shift * (own * clusters + rest * kinds / (in_kind + self.prior))
+        self._shares = nn.functional.pad(shares, (0, 0, 0, 1))  # (K + 1, K)
+        source = 1 - shift + shift * rest * self.prior / (in_kind + self.prior)
+        self._source_share = nn.functional.pad(source, (0, 0, 0, 1), value=1.0)  # (K + 1, 1)
 
     def scale_and_shift(
         self, activations: Tensor, channels: slice, source: Tensor, eps: float
@@ -162,8 +171,7 @@ class Unmixer:
             new = self.ranks.reduce((one_hot.to(device, dtype) @ _moments(own)).double())
             sums = sums + new.view(CELLS, 2, -1).transpose(0, 1)
             self._memory["sums"][:, :, channels] = sums.detach().cpu()
-        pooled = nn.functional.pad(self._joined.to(device) @ sums, (0, 0, 0, 1))  # (2, K + 1, C)
-        mean, square = torch.addcmul(self._source_share.to(device) * source[:, None], self._share.to(device), pooled)
+        mean, square = self._source_share.to(device) * source[:, None] + self._shares.to(device) @ sums
         scale = ((square - mean.square()).clamp(min=0) + eps).rsqrt()
         return scale.to(dtype), (-mean * scale).to(dtype)
 
@@ -174,7 +182,7 @@ class Unmixer:
 
     def use_largest(self, layers: Sequence[_BatchNorm]) -> None:
         """Gives ordinary layers, which have the source's statistics, those of the largest cluster, if there is one."""
-        images = self._joined @ self.clusters.memory["images"].double()
+        images = self.clusters.joined @ self.clusters.memory["images"].double()
         if not images.any():
             return
         largest = int(images.argmax())  # one of its cells
@@ -183,8 +191,8 @@ class Unmixer:
             mean, var = layer.running_mean.double().cpu(), layer.running_var.double().cpu()
             channels = slice(self._offsets[number], self._offsets[number + 1])
             source = torch.stack([mean, var + mean.square()])
-            sums = self._joined[largest] @ self._memory["sums"][:, :, channels]  # (2, C)
-            mean, square = self._share[largest] * sums + self._source_share[largest] * source
+            sums = self._shares[largest] @ self._memory["sums"][:, :, channels]  # (2, C)
+            mean, square = sums + self._source_share[largest] * source
             layer.running_mean.copy_(mean)
             layer.running_var.copy_((square - mean.square()).clamp(min=0))
 
