@@ -1,5 +1,6 @@
 """Unmixing: styles are told apart, and each image is normalised with the images of its own style."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 import cafe_tta as cafe
 from cafe_tta import clusters, styles, unmixing
 from cafe_tta.clusters import StyleClusters
+from cafe_tta.diversity import Diversity
 from cafe_tta.styles import StyleStats
 from cafe_tta.unmixing import PRIOR
 
@@ -236,14 +238,22 @@ def test_images_like_the_sources_are_answered_as_by_the_source(classifier, sourc
 # Statistics
 
 
-@pytest.mark.parametrize(("batches", "mature"), [(3, 1024), (6, 50)])
-def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, monkeypatch, batches, mature):
-    """Each image is normalised with all images of its cluster so far that were measured and the source's as a prior."""
+@pytest.mark.parametrize(("batches", "mature", "cut"), [(3, 1024, False), (6, 50, False), (1, 1024, True)])
+def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, monkeypatch, batches, mature, cut):
+    """Each image is normalised with all images of its cluster so far that were measured and the source's as a prior.
+
+    Where kinds are cut into clusters, the prior is 128 images with the statistics of the kind. (In one batch: cells
+    that are split later have halves of the sums, not the images themselves.)
+    """
     monkeypatch.setattr(unmixing, "MATURE", mature)
+    if cut:
+        monkeypatch.setattr(clusters, "MANY", 1)
+        monkeypatch.setattr(clusters, "FINER", 0.5)
+        monkeypatch.setattr(clusters, "PER_CELL", 8)
     window = 100
     adapter = cafe.create("unmix", classifier, source, window=window)
     seen: list[tuple[int, int, int, torch.Tensor]] = []  # batch, how often it counts, cell, activations
-    left_out = 0
+    left_out = parts = 0
     conv, norm = classifier.backbone.model[0], classifier.backbone.model[1]
     second = norm.running_var.double() + norm.running_mean.double() ** 2
     strangers = 0
@@ -262,15 +272,21 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, mon
             seen.append((batch, count, cell, image[:, ::2, ::2]))  # 22 × 22 pixels
         for row, member in enumerate(members):
             mean, square = norm.running_mean.double(), second
-            if member >= 0:
-                weights, means, squares = PRIOR, PRIOR * mean, PRIOR * square
+            same_kind = memory["kind"] == memory["kind"][member]
+            same_cluster = memory["cluster"] == memory["cluster"][member]
+            priors = [(same_kind, PRIOR)]
+            if (same_kind != same_cluster).any():
+                priors.append((same_cluster, 128))
+            for same, prior in priors if member >= 0 else []:
+                weights, means, squares = prior, prior * mean, prior * square
                 for when, count, cell, image in seen:
-                    if cell >= 0 and memory["cluster"][cell] == memory["cluster"][member]:
+                    if cell >= 0 and same[cell]:
                         weight = count * np.exp(-(batch - when) * 64 / window)
                         weights = weights + weight
                         means = means + weight * image.mean((1, 2))
                         squares = squares + weight * (image**2).mean((1, 2))
                 mean, square = means / weights, squares / weights
+            parts += len(priors) == 2
             strangers += member < 0
             var = (square - mean**2)[:, None, None]
             normalised = (maps[row] - mean[:, None, None]) / (var + norm.eps).sqrt()
@@ -279,8 +295,64 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, mon
                 normalised.relu().mean((1, 2)) @ classifier.head.weight.double().T + classifier.head.bias.double()
             )
             torch.testing.assert_close(logits[row].double(), expected, rtol=1e-3, atol=1e-4)
-    assert adapter.report.notes["clusters"] == 2 and strangers < 40 and (memory["shift"] == 1).all()
-    assert (left_out > 0) == (mature < 1024)
+    assert (adapter.report.notes["clusters"] > 2) == cut and strangers < 40 and (memory["shift"] == 1).all()
+    assert (left_out > 0) == (mature < 1024) and (parts > 20) == cut
+
+
+# Few classes
+
+
+def collisions_by_a_loop(predictions):
+    """Effective number of classes: 16 images of all classes at first, then each image with the 63 before it."""
+    total, weights = 16 / predictions.shape[1], 16.0
+    for place, prediction in enumerate(predictions):
+        before = predictions[max(place - 63, 0) : place]
+        if len(before):
+            weight = np.exp(-(len(predictions) - 1 - place) / 128)
+            total += weight * np.mean([prediction @ other for other in before])
+            weights += weight
+    return weights / total
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.integers(2, 12), st.integers(0, 99))
+def test_the_number_of_classes_equals_a_loop_however_the_stream_is_cut_into_batches(sizes, classes, seed):
+    logits = np.random.default_rng(seed).normal(size=(sum(sizes), classes)) * 3
+    predictions = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    found = Diversity(classes)
+    for batch in torch.from_numpy(predictions).split(sizes):
+        found.follow(batch)
+    # the prior does not fade, and the sums do
+    assert found.classes == pytest.approx(collisions_by_a_loop(predictions), rel=1e-9)
+
+
+def test_runs_of_classes_are_told_from_shuffled_ones():
+    shuffled, runs = Diversity(10), Diversity(10)
+    labels = torch.arange(1000) % 10
+    shuffled.follow(nn.functional.one_hot(labels, 10))
+    runs.follow(nn.functional.one_hot(labels.sort().values, 10))
+    assert shuffled.trust == 1 and shuffled.classes == pytest.approx(10, rel=0.1)
+    assert runs.trust == 0 and runs.classes < 2
+    assert Diversity(10, expected=1).trust == 1
+
+
+@pytest.mark.parametrize("method", ["unmix", "cafe-plus"])
+def test_images_of_few_classes_are_answered_as_by_the_source(classifier, source, method):
+    one_class = copy.deepcopy(classifier)
+    with torch.no_grad():
+        one_class.head.bias[2] += 50
+    own = cafe.FeatureStats.fit(one_class, [smooth(100, seed) for seed in range(100, 110)]).group()
+    adapter = cafe.create(method, one_class, own)
+    trusting = cafe.create(method, one_class, own, **{"classes" if method == "unmix" else "unmix_classes": 1})
+    for seed in range(3):  # the first time, after it has seen the answers
+        images = noisy(64, seed)
+        expected = one_class(images)
+        torch.testing.assert_close(adapter(images), expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(trusting(images), expected, rtol=1e-2, atol=1e-2)
+    assert adapter.report.notes["classes"] < 2
+    if method == "cafe-plus":
+        assert not adapter.counters.steps and trusting.counters.steps == 3
+        assert adapter.report.reason == "the last images are of few classes (about 1.1)"
 
 
 def test_a_single_image_is_answered_as_in_a_batch(classifier, source):
