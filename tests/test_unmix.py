@@ -248,7 +248,7 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, mon
     monkeypatch.setattr(unmixing, "MATURE", mature)
     if cut:
         monkeypatch.setattr(clusters, "MANY", 1)
-        monkeypatch.setattr(clusters, "FINER", 0.5)
+        monkeypatch.setattr(clusters, "FINER", 0.01)
         monkeypatch.setattr(clusters, "PER_CELL", 8)
     window = 100
     adapter = cafe.create("unmix", classifier, source, window=window)
