@@ -302,16 +302,16 @@ def test_cluster_statistics_equal_a_loop_over_the_images(classifier, source, mon
 # Few classes
 
 
-def collisions_by_a_loop(predictions):
-    """Effective number of classes: 16 images of all classes at first, then each image with the 63 before it."""
-    total, weights = 16 / predictions.shape[1], 16.0
+def classes_by_a_loop(predictions):
+    """Effective number of classes: 16 images of all classes, then each image with the 63 before it."""
+    collisions, weight, keep = 16 / predictions.shape[1], 16.0, np.exp(-1 / 128)
     for place, prediction in enumerate(predictions):
         before = predictions[max(place - 63, 0) : place]
+        collisions, weight = keep * collisions, keep * weight
         if len(before):
-            weight = np.exp(-(len(predictions) - 1 - place) / 128)
-            total += weight * np.mean([prediction @ other for other in before])
-            weights += weight
-    return weights / total
+            collisions += np.mean([prediction @ other for other in before])
+            weight += 1
+    return weight / collisions
 
 
 @settings(max_examples=20, deadline=None)
@@ -322,14 +322,15 @@ def test_the_number_of_classes_equals_a_loop_however_the_stream_is_cut_into_batc
     found = Diversity(classes)
     for batch in torch.from_numpy(predictions).split(sizes):
         found.follow(batch)
-    # the prior does not fade, and the sums do
-    assert found.classes == pytest.approx(collisions_by_a_loop(predictions), rel=1e-9)
+    assert found.classes == pytest.approx(classes_by_a_loop(predictions), rel=1e-9)
 
 
 def test_runs_of_classes_are_told_from_shuffled_ones():
     shuffled, runs = Diversity(10), Diversity(10)
     labels = torch.arange(1000) % 10
     shuffled.follow(nn.functional.one_hot(labels, 10))
+    runs.follow(nn.functional.one_hot(labels[:1].repeat(31), 10))
+    assert runs.trust == 1  # of so few
     runs.follow(nn.functional.one_hot(labels.sort().values, 10))
     assert shuffled.trust == 1 and shuffled.classes == pytest.approx(10, rel=0.1)
     assert runs.trust == 0 and runs.classes < 2
@@ -352,7 +353,7 @@ def test_images_of_few_classes_are_answered_as_by_the_source(classifier, source,
     assert adapter.report.notes["classes"] < 2
     if method == "cafe-plus":
         assert not adapter.counters.steps and trusting.counters.steps == 3
-        assert adapter.report.reason == "the last images are of few classes (about 1.1)"
+        assert adapter.report.reason == "the last images are of few classes (about 1.0)"
 
 
 def test_a_single_image_is_answered_as_in_a_batch(classifier, source):

@@ -16,9 +16,10 @@ from torch import Tensor
 
 REACH = 64  # images: pairs that are less apart are near
 HORIZON = 128.0  # images of the stream after which one counts e times less
-PRIOR = 16.0  # images that are assumed before the first, of all classes
 ENOUGH = 10  # classes: statistics of as many say little of the content, however many more the model knows
-FEW, MANY = 0.5, 0.8  # of the classes that are expected: with fewer and with more, nothing and everything is trusted
+PRIOR = 16.0  # images that are taken to have come before the first, of all classes
+EVIDENCE = 32  # images: nothing is doubted before as many have come
+FEW, MANY = 0.45, 0.75  # on the way from one class to those expected: below, nothing is trusted; above, everything
 TRUSTED = 0.5  # of 1: what is trusted less is not learnt from
 
 
@@ -31,7 +32,7 @@ class Diversity:
     (4.2, 1.0)
     >>> diversity.follow(torch.eye(4)[:1].repeat(200, 1))  # all of one class
     >>> round(diversity.classes, 1), diversity.trust
-    (1.3, 0.0)
+    (1.2, 0.0)
     """
 
     def __init__(self, num_classes: int, expected: float | None = None) -> None:
@@ -39,20 +40,22 @@ class Diversity:
         self.expected = min(num_classes, ENOUGH) if expected is None else expected
         self.memory = {
             "answers": torch.zeros(REACH - 1, num_classes, dtype=torch.float64),  # the last ones; zeros: none yet
-            "collisions": torch.zeros((), dtype=torch.float64),  # sum over images of the mean pᵢ · pⱼ with those before
-            "compared": torch.zeros((), dtype=torch.float64),  # how many images there are in this sum
+            "collisions": torch.tensor(PRIOR / num_classes, dtype=torch.float64),  # Σ of mean pᵢ · pⱼ with those before
+            "compared": torch.tensor(PRIOR, dtype=torch.float64),  # images in this sum, older ones counting for less
         }
 
     @property
     def classes(self) -> float:
         """The effective number of classes of the last images."""
-        compared, collisions = self.memory["compared"] + PRIOR, self.memory["collisions"] + PRIOR / self.num_classes
-        return (compared / collisions).item()
+        return (self.memory["compared"] / self.memory["collisions"]).item()
 
     @property
     def trust(self) -> float:
         """How far statistics of the last images can be trusted: 0 if they are of few classes, 1 if of enough."""
-        return min(max((self.classes / self.expected - FEW) / (MANY - FEW), 0.0), 1.0)
+        if self.expected <= 1 or self.memory["answers"].any(1).sum() < EVIDENCE:
+            return 1.0
+        share = (self.classes - 1) / (self.expected - 1)
+        return min(max((share - FEW) / (MANY - FEW), 0.0), 1.0)
 
     @property
     def trusted(self) -> bool:
