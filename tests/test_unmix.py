@@ -197,6 +197,20 @@ def test_a_stream_of_many_kinds_is_cut_finer():
     assert [found(others) for others in (1, 4, 5, 6)] == [2, 5, 7, 8]
 
 
+@pytest.mark.parametrize(("few", "far", "shifted"), [(20, 4.5, False), (20, 9.0, True), (60, 4.5, True)])
+def test_a_few_images_apart_count_as_rare_source_images_unless_they_are_far_away(few, far, shifted):
+    """200 images like the source's, and some at t = far / 2 from them."""
+    random = np.random.default_rng(0)
+    points = random.normal(size=(200 + few, 8)) * np.r_[np.full(7, 0.3), 1.0]
+    points[200:, 7] += far
+    found = StyleClusters(StyleStats(torch.zeros(8), torch.eye(8)))
+    found.spread = 1.0
+    cells, _ = found.follow(torch.from_numpy(points))
+    shift = found.memory["shift"][cells[200:].clamp(min=0)]
+    assert len(found.sizes) == 2 and (found.memory["shift"][cells[:200].clamp(min=0)] < 0.5).float().mean() > 0.95
+    assert (shift > 0.5).float().mean() > 0.8 if shifted else (shift == 0).all()
+
+
 def test_a_stranger_belongs_to_no_cluster():
     found = StyleClusters(plain())
     found.follow(clouds([200])[0])

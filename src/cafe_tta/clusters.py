@@ -28,7 +28,9 @@ FEWEST = 4  # styles: a cell with fewer is given up
 FRESH = 32  # new styles after which cells and clusters are made again
 ROUNDS = 5  # of k-means, at most, each time
 STRANGE = 1.6  # times a cluster's root mean square distance from its mean: the images farther out are strangers
-SOURCE_LIKE, UNLIKE_SOURCE = 0.6, 1.0  # t between a cluster and the source: below, and above, of it
+SOURCE_LIKE, UNLIKE_SOURCE = 0.6, 1.0  # t between a cluster and the source: below, like it; above, unlike it
+RARE = 0.15  # of the images: where fewer are in clusters that seem unlike the source, these may be rare source images
+RARE_LIKE, RARE_UNLIKE = 2.5, 3.0  # t, for such clusters
 
 
 class StyleClusters:
@@ -137,7 +139,9 @@ class StyleClusters:
         return kinds, _joined(points, labels, used, FINER * self.threshold, self.spread**0.5)
 
     def _describe_clusters(self, memory: dict[str, Any], styles: Any, clusters: Any) -> None:
-        for cluster in np.unique(clusters):
+        numbers, sizes = np.unique(clusters, return_counts=True)
+        t = np.zeros(len(numbers))
+        for place, cluster in enumerate(numbers):
             own = styles[clusters == cluster]
             middle = own.mean(0)
             square = max(((own - middle) ** 2).sum(1).mean(), self.spread * len(middle))
@@ -147,8 +151,11 @@ class StyleClusters:
             length = np.linalg.norm(middle)
             # The mean of few styles is long by chance: as long as that of a stranger, at most.
             shift = np.sqrt(max(length**2 - STRANGE**2 * square / len(own), 0))
-            t = shift / (self.spread**0.5 + (own @ (middle / max(length, 1e-12))).std())
-            memory["shift"][cells] = np.clip((t - SOURCE_LIKE) / (UNLIKE_SOURCE - SOURCE_LIKE), 0, 1)
+            t[place] = shift / (self.spread**0.5 + (own @ (middle / max(length, 1e-12))).std())
+        rare = sizes[t > SOURCE_LIKE].sum() < RARE * len(styles)
+        low, high = (RARE_LIKE, RARE_UNLIKE) if rare else (SOURCE_LIKE, UNLIKE_SOURCE)
+        for cluster, shift in zip(numbers, np.clip((t - low) / (high - low), 0, 1), strict=True):
+            memory["shift"][memory["cluster"] == cluster] = shift
 
 
 def _same(numbers: Tensor) -> Tensor:
