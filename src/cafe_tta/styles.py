@@ -19,6 +19,7 @@ LEVELS = 3  # scales of the high-pass energies: full, half and quarter size
 BANDS = 12  # of the radial spectrum
 BLOCKS = (8, 4, 2)  # pixels between the block edges that are looked for
 SMALLEST_SIDE = 9  # pixels: a smaller image has no edges between blocks of 8
+LEAST_MEDIAN = 1e-2  # high-pass energy, about a grey level of 8 bits: less is none, however its logarithm may vary
 EIGENVALUE_FLOOR = 1e-2  # of the descriptor's correlations, as a share of the largest eigenvalue
 
 
@@ -67,7 +68,7 @@ def _high_passes(images: Tensor) -> list[Tensor]:
         down = (shown[:, 1:] - shown[:, :-1]).abs().mean((1, 2))[:, None]
         parts += [
             _log(mean),
-            _log(_median(energy)),
+            _log(_median(energy).clamp(min=LEAST_MEDIAN)),
             _log((high - grey).abs().mean((1, 2, 3))[:, None]),
             _log(across) - _log(down),
             _log(energy.square().mean(1, keepdim=True)) - 2 * _log(mean),

@@ -23,7 +23,7 @@ class CAFePlusConfig(CAFeConfig):
 
     normalisation: Normalisation = "unmix"
     lr: float = 2e-3
-    max_change: float | None = 1e-3
+    max_change: float | None = 5e-4
     gate: bool = True
 
 
