@@ -32,7 +32,7 @@ def test_the_notebook_runs_and_its_claims_hold(tmp_path, monkeypatch, capsys):
         exec(compile("".join(cell["source"]), "digits.ipynb", "exec"), names)
     means = {name: sum(column) / len(column) for name, column in names["table"].items()}
     assert means["cafe-plus"] > means["cafe"] + 5 > means["source"] + 10
-    assert "DigitsResNet True" in capsys.readouterr().out
+    assert "CAFePlus True" in capsys.readouterr().out
 
 
 def test_the_notebook_is_committed_with_outputs_of_modest_size():

@@ -64,6 +64,16 @@ def test_unmix_exports_the_statistics_of_its_largest_cluster(source):
     torch.testing.assert_close(new(IMAGES), source.classifier(IMAGES))  # nothing seen: the source's
 
 
+def test_an_export_after_a_stream_of_several_kinds_warns(source):
+    adapter = cafe.create("unmix", source.classifier, source.needs["stats"])
+    dark, striped = source.images[:64] * 0.05 - 1, source.images[64:128] / 4
+    striped[..., ::2] += 2
+    adapter(torch.cat([dark, striped]))
+    assert len(adapter.clusters.sizes) > 1
+    with pytest.warns(cafe.MixedExport, match="in . ways, and an ordinary model in one.*will answer others badly"):
+        adapter.export()
+
+
 def test_an_ensemble_is_not_exported_as_one_model(source):
     adapter = adapted(source, "bacs")
     with pytest.raises(ValueError, match="mean probabilities of 2 models, which no single model has; export one"):

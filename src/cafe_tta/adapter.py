@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cafe_tta.distributed.synchronised import Lockstep
 
 STATE_KIND, STATE_VERSION = "adapter-state", 1
+ONE_KIND = 0.9  # of the images: an exported model, which normalises all alike, is for streams with as many of one kind
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -52,6 +53,15 @@ class StepRefused(UserWarning):
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", StepRefused)  # for streams with many bad batches
+    """
+
+
+class MixedExport(UserWarning):
+    """An adapter that normalises images in several ways was exported as a model that knows one.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", MixedExport)  # to have no such model by accident
+    >>> warnings.simplefilter("default", MixedExport)
     """
 
 
@@ -359,6 +369,15 @@ class Adapter(Displayed, nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             model = self.exported().whole()
             self.normaliser.leave(model)
+        sizes = [] if self.clusters is None else self.clusters.sizes
+        if sizes and sizes[0] < ONE_KIND * sum(sizes):
+            warnings.warn(
+                f"{self.name} normalises the images of this stream in {len(sizes)} ways, and an ordinary model in one: "
+                f"the exported model has the statistics of the largest cluster, {sizes[0]} of the last {sum(sizes)} "
+                "images, and will answer others badly; save the adapter instead, or check the model on such images",
+                MixedExport,
+                stacklevel=2,
+            )
         return model.requires_grad_(True).eval()
 
     def exported(self) -> SplitClassifier:

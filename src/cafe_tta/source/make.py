@@ -1,20 +1,27 @@
 """Source values from a set of images: by one process, by shards that are merged later, or by the ranks of a job."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
 
 from cafe_tta import data
+from cafe_tta.classifier import evaluating
 from cafe_tta.distributed import Job
 from cafe_tta.models import Model
 from cafe_tta.options import Options, option
-from cafe_tta.source import source_kind
+from cafe_tta.source import SourceWarning, source_kind
 from cafe_tta.source.shards import Part, Shard, bounds, merge_ranks
 from cafe_tta.source.stats import FeatureStats, SourceStats
 from cafe_tta.source.value import SourceValue
 
 _PANEL = "Statistics"
+LOOKED_AT = 512  # images: do the names of their folders fit the answers?
+FEW_CLASSES = 50  # with more, these images are too few to tell which class is which
+BETTER = 0.2  # of the images: if other names for the classes fit so many more, something is wrong
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class SourceImages:
         if self.job is not None:
             self.job.on_progress = advance
         classifier = self.model.classifier
+        self._check_names()
         stats = FeatureStats.fit_part(classifier, loader, self.start, self.model.preprocessing, self.classes())
         part: Part | None = Part(stats, classifier.identity(), loader.unreadable)
         if self.job is not None and part is not None:
@@ -118,6 +126,30 @@ class SourceImages:
         value = source_kind(kind).fit(self.model.classifier, self.loader(advance, labels))
         assert isinstance(value, SourceValue)
         return value.of_images(self.model.preprocessing, self.classes())
+
+    def _check_names(self) -> None:
+        """Warns where the classes, named by the folders of the images, are not in the order of the model's outputs."""
+        labels, names = self.imageset.labels, self.classes()
+        if labels is None or names is None or self.model.classes is not None or len(names) > FEW_CLASSES:
+            return
+        drawn = np.random.default_rng(self.options.seed).permutation(self.own)[:LOOKED_AT]
+        loader = data.Loader(self.imageset, self.model.preprocessing, self.options.batch_size, order=drawn)
+        counts = np.zeros((len(names), len(names)))  # images of each folder that are given each class
+        classifier = self.model.classifier
+        with torch.no_grad(), evaluating(classifier):
+            for batch in loader.batches():
+                answers = classifier(batch.images.to(classifier.head.weight)).argmax(1).cpu().numpy()
+                np.add.at(counts, (labels[batch.indices], answers), 1)
+        total = max(counts.sum(), 1)
+        right, best = counts.trace() / total, counts[linear_sum_assignment(-counts)].sum() / total
+        if best > right + BETTER:
+            warnings.warn(
+                f"by the names of their folders, {right:.0%} of {total:.0f} source images are answered correctly, and "
+                f"{best:.0%} if the classes are named in another order; folders are taken in alphabetical order "
+                f"({', '.join(names[:3])}, …): give the names in the order of the model's outputs with --classes FILE",
+                SourceWarning,
+                stacklevel=3,
+            )
 
     def classes(self) -> tuple[str, ...] | None:
         """The names of the model's classes: its own, or those of the images, if there are as many."""
