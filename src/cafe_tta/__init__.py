@@ -9,8 +9,8 @@ from cafe_tta import ranks as ranks
 from cafe_tta._version import __version__ as __version__
 from cafe_tta.adapter import Adapter as Adapter
 from cafe_tta.adapter import AdapterConfig as AdapterConfig
-from cafe_tta.adapter import Report as Report
 from cafe_tta.adapter import MixedExport as MixedExport
+from cafe_tta.adapter import Report as Report
 from cafe_tta.adapter import StepRefused as StepRefused
 from cafe_tta.classifier import SplitClassifier as SplitClassifier
 from cafe_tta.classifier import split_classifier as split_classifier

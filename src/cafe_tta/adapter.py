@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -202,6 +202,8 @@ class Adapter(Displayed, nn.Module):
     def configure(cls, config: Any = None, **options: Any) -> Any:
         """The options of the method: those of `config`, or the defaults, with some changed."""
         config = cls.Config() if config is None else config
+        if issubclass(cls.Config, type(config)) and type(config) is not cls.Config:  # a preset that it inherited
+            config = cls.Config(**{known.name: getattr(config, known.name) for known in fields(config)})
         if not isinstance(config, cls.Config):
             raise TypeError(f"expected a {cls.Config.__name__}, but got {type(config).__name__}")
         require_known(

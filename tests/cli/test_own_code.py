@@ -171,7 +171,8 @@ def registries(folder):
     for registry, kept in zip(known, before, strict=True):
         registry.clear()
         registry.update(kept)
-    sys.modules.pop("own_method", None)
+    for name in ("own_method", "mine", "soft"):
+        sys.modules.pop(name, None)
 
 
 def records(output):
@@ -201,6 +202,32 @@ def test_the_example_of_an_own_method_and_corruption(registries, checked_model):
         "--set", "margin=0.2", "--output", "out", "--measure", 0)  # fmt: skip
     assert json.loads(Path("out/summary.json").read_text())["options"]["margin"] == 0.2
     assert "Predictions whose entropy is above" in run("methods", f"{EXAMPLE}:Sharpen").stdout
+
+
+def test_numbers_of_a_method_that_was_changed_since_are_not_taken_for_its_own(registries, checked_model):
+    mine = Path("mine.py")
+    mine.write_text(EXAMPLE.read_text())
+    bench = ("bench", "mixed", "--methods", "tent,mine.py:Sharpen", "--seeds", 1, "--limit", 64, "--no-frechet",
+             "--model", checked_model, "--corruptions", "fog", "--output", "results")  # fmt: skip
+    run(*bench)
+    assert "2 of 2 runs are done already" in run(*bench).stderr
+    mine.write_text(EXAMPLE.read_text() + "\n# another loss\n")
+    said = run(*bench, code=2).stderr
+    assert "(sharpen, seed 0) was recorded before the file of sharpen was changed; choose another folder" in said
+    assert len(records("results")) == 2 and "method" not in records("results")[0]["code"]
+
+
+def test_a_method_with_options_of_its_own_inherits_presets(registries, checked_model):
+    Path("soft.py").write_text(
+        "from dataclasses import dataclass\nimport cafe_tta as cafe\n\n"
+        "@dataclass(frozen=True)\nclass SoftConfig(cafe.TentConfig):\n    temperature: float = 0.5\n\n"
+        "class Soft(cafe.Tent):\n    name = 'soft'\n    Config = SoftConfig\n"
+    )
+    run("bench", "mixed", "--methods", "soft.py:Soft", "--seeds", 1, "--limit", 64, "--no-frechet", "--model",
+        checked_model, "--corruptions", "fog", "--dataset", "cifar10", "--data", "digits:test", "--source-data",
+        "digits:train", "--output", "results")  # fmt: skip
+    (record,) = records("results")
+    assert record["config"]["temperature"] == 0.5 and record["config"]["lr"] == METHODS["tent"].presets["cifar"].lr
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Where a number comes from: code, packages, machine and command line."""
 
+import hashlib
+import inspect
 import platform
 import shlex
 import subprocess
@@ -31,6 +33,20 @@ def code_of(folder: Path) -> dict[str, Any]:
     commit = None if tracked is None else _git(folder, "rev-parse", "HEAD")
     changed = None if commit is None else _git(folder, "status", "--porcelain", "--", ".")
     return {"commit": commit, "dirty": None if changed is None else bool(changed)}
+
+
+def method_digest(method: type) -> str | None:
+    """A hash of the file that a method from outside this package is written in; None for our own, and without a file.
+
+    >>> method_digest(int) is None
+    True
+    """
+    try:
+        path = Path(inspect.getsourcefile(method) or "")
+    except TypeError:  # built in
+        return None
+    outside = path.is_file() and PACKAGE not in path.resolve().parents
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if outside else None
 
 
 def versions() -> dict[str, str]:

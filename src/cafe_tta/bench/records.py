@@ -278,15 +278,21 @@ class Results:
     def __len__(self) -> int:
         return len(self._done)
 
-    def find(self, key: tuple[Any, ...], config: Any) -> Record | None:
+    def find(self, key: tuple[Any, ...], config: Any, digest: str | None = None) -> Record | None:
         """The record of a run that is done already, made with the same options.
 
-        What the run did where an option did not exist yet is not known here: then the folder is refused.
+        What the run did where an option did not exist yet is not known here: then the folder is refused. So it is
+        where the file of a method from outside, of which there is a `digest`, has changed since.
         """
         record = self._done.get(key)
         if record is not None:
             where = f"{self.folder / RECORDS} ({record.label}, seed {record.seed})"
             _require_same({"config": record.config}, {"config": asdict(config)}, where)
+            if digest is not None and record.code.get("method", digest) != digest:
+                raise ValueError(
+                    f"{where} was recorded before the file of {record.method} was changed; choose another folder for "
+                    "new runs (--output DIR)"
+                )
         return record
 
     def add(self, record: Record) -> None:
@@ -387,7 +393,9 @@ def _require_same(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
     there, here = storage.flat(theirs), storage.flat(json.loads(json.dumps(ours)))
     common = (there.keys() & here.keys() - {_VERSION}) | ((there.keys() ^ here.keys()) & _LEFT_OUT)
     if shown := storage.differences({n: there.get(n) for n in common}, {n: here.get(n) for n in common}):
-        raise ValueError(f"{where} belongs to other settings: {shown}; choose another folder for these results")
+        raise ValueError(
+            f"{where} belongs to other settings: {shown}; choose another folder for these results (--output DIR)"
+        )
     if strange := sorted((there.keys() ^ here.keys()) - common):
         known = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         why = f"only one of the two versions knows {known}"

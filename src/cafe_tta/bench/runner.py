@@ -92,7 +92,7 @@ class Runner:
 
     def missing(self) -> list[Planned]:
         """The runs that are not done yet."""
-        return [run for run in self.runs() if self.results.find(run.key, run.row.config) is None]
+        return [run for run in self.runs() if self.results.find(run.key, run.row.config, _digest(run.row)) is None]
 
     def notes(self) -> list[str]:
         """What a user should know before the work begins: what was done earlier, and what was lost."""
@@ -232,7 +232,7 @@ class Runner:
             refused=outcome.refused,
             versions=provenance.versions(),
             machine=provenance.machine() | processes,
-            code=self._code,
+            code=self._code | ({"method": digest} if (digest := _digest(planned.row)) else {}),
             command=provenance.command(),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -260,6 +260,10 @@ class Runner:
         if self.plan.frechet and self._made_reference is None:
             self._made_reference = Reference(replace(self.source.grouped(), full_cov=self.source.stats.cov))
         return self._made_reference
+
+
+def _digest(row: Row) -> str | None:
+    return provenance.method_digest(METHODS[row.method])
 
 
 def _largest(values: list[float | None]) -> float | None:
