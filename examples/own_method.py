@@ -37,9 +37,8 @@ class Sharpen(cafe.GradientAdapter):
     presets: ClassVar = {"cifar": SharpenConfig(lr=1e-3), "imagenet": SharpenConfig(lr=2.5e-4, batch_size=64)}
 
     def loss(self, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        entropy = cafe.losses.entropy(logits)  # (B,)
-        largest = torch.tensor(float(logits.shape[1])).log()
-        reliable = (entropy < self.config.margin * largest).to(entropy)
+        entropy = cafe.losses.entropy(logits)  # of each image, (B,)
+        reliable = (entropy < self.largest_entropy(self.config.margin)).to(entropy)
         return (reliable * entropy).sum() / reliable.sum().clamp(min=1)
 
 
