@@ -19,6 +19,7 @@ from sklearn.metrics import adjusted_rand_score
 
 import cafe_tta as cafe
 from cafe_tta import corruptions, data, models
+from cafe_tta.bench.protocols import correlated_order
 
 Images = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -113,7 +114,7 @@ class Oracle:
 
     def __init__(self, adapter: cafe.Adapter, labels: Any) -> None:
         self.memory = adapter.normaliser.unmixer.clusters.memory
-        self.joined = torch.eye(len(self.memory["images"]), dtype=torch.float64)
+        self.joined = self.akin = torch.eye(len(self.memory["images"]), dtype=torch.float64)
         self.sizes: list[int] = []
         self._labels = torch.from_numpy(labels)
 
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--std", type=float, nargs=3, default=(0.2470, 0.2435, 0.2616))
     parser.add_argument("--limit", type=int, default=3000, help="images of each mixture")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--delta", type=float, help="the classes come in runs: parameter of a Dirichlet distribution")
     parser.add_argument("--threshold", type=float, default=cafe.UnmixConfig().threshold)
     args = parser.parse_args()
     source_images = data.load(args.data)
@@ -161,7 +163,10 @@ def main() -> None:
 
     def measure(names: list[str], seed: int, limit: int) -> tuple[list[float], int, float]:
         mixed, labels = mixture(images[:limit], names, seed)
-        inputs = loaded.preprocessing(mixed)
+        order = np.arange(len(mixed))
+        if args.delta is not None:
+            order = correlated_order(truth[: len(mixed)].numpy(), np.random.default_rng(seed), args.delta)
+        inputs, labels, classes = loaded.preprocessing(mixed[order]), labels[order], truth[order]
         unmix = cafe.create("unmix", loaded.classifier, source, threshold=args.threshold)
         oracle = cafe.create("unmix", loaded.classifier, source)
         oracle.normaliser.unmixer.clusters = Oracle(oracle, labels)
@@ -172,7 +177,7 @@ def main() -> None:
             unmix,
             oracle,
         ):
-            result, clusters = accuracy(adapter, inputs, truth[: len(mixed)], args.batch)
+            result, clusters = accuracy(adapter, inputs, classes, args.batch)
             rows.append(result)
             if adapter is unmix:
                 found = clusters

@@ -7,6 +7,7 @@ from typing import Any
 from cafe_tta.runs.measure import Measurement
 
 HARDLY = 1.1  # drift up to which images that may well be source images are said to look like them
+FAR = 2.0  # drift above which adapted features are still said to be far from the source's
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,9 @@ class Verdict:
     >>> found = Measurement(900, None, None, None, (3.416, 1.012), group_frechet=(15.9, 2.8), like_source=False)
     >>> print(Verdict("cafe-plus", 900, found, changed=(414, 900), clusters=[500, 400], steps=4).sentence)
     The images differ from the source images (drift 3.42; 1 is like them), in 2 clusters of images that are corrupted
-    alike; adapting brought their features closer to the source's (Fréchet distance 15.9 -> 2.8) and changed the answer
-    to 414 of 900 images (46%); predictions.csv has the adapted model's answers, which nothing speaks against.
+    alike; adapting brought their features closer to the source's (Fréchet distance of groups 15.9 -> 2.8) and changed
+    the answer to 414 of 900 images (46%); predictions.csv has the adapted model's answers, which nothing speaks
+    against.
     """
 
     method: str
@@ -64,7 +66,8 @@ class Verdict:
         kinds = f", in {count} clusters of images that are corrupted alike" if count > 1 else ""
         if found.like_source is None:
             return f"How far the images are from the source images is uncertain ({drift}){kinds}"
-        return f"The images differ {'a little ' if found.like_source else ''}from the source images ({drift}){kinds}"
+        how = "hardly differ " if found.drift[0] <= HARDLY else "differ a little " if found.like_source else "differ "
+        return f"The images {how}from the source images ({drift}){kinds}"
 
     def _effect(self) -> str:
         if not self.adapts:
@@ -83,9 +86,11 @@ class Verdict:
             return ""
         before, after = (f"{value:.3g}" for value in self.measurement.group_frechet)
         if before == after:
-            return f"left their features as far from the source's (Fréchet distance {after})"
+            return f"left their features as far from the source's (Fréchet distance of groups {after})"
         way = "closer to" if float(after) < float(before) else "farther from"
-        return f"brought their features {way} the source's (Fréchet distance {before} -> {after})"
+        drift = self.measurement.drift
+        far = f"; still far, with drift {drift[1]:.2f}" if drift is not None and drift[1] > FAR else ""
+        return f"brought their features {way} the source's (Fréchet distance of groups {before} -> {after}{far})"
 
     def _changed(self, verb: str) -> str:
         if self.changed is None:
