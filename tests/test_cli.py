@@ -808,8 +808,8 @@ def test_a_run_ends_with_one_sentence(made, tmp_path):
     assert summary["verdict"] == (
         f"The images differ a little from the source images (drift {drift:.2f}; 1 is like them); adapting brought "
         f"their features closer to the source's (Fréchet distance of groups {before:.3g} -> {after:.3g}) and changed "
-        f"the answer to {changed['images']} of 60 images ({changed['images'] / 60:.0%}); predictions.csv has the adapted model's answers, which nothing "
-        "speaks against."
+        f"the answer to {changed['images']} of 60 images ({changed['images'] / 60:.0%}); predictions.csv has the "
+        "adapted model's answers, which nothing speaks against."
     )
 
 
