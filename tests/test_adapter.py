@@ -204,6 +204,13 @@ torch.save(adapter(torch.load(f"{folder}/images.pt")), f"{folder}/logits.pt")
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
+def test_a_state_dict_is_refused_because_it_is_not_the_whole_state(source):
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"])
+    adapter(source.images[:32])
+    with pytest.raises(RuntimeError, match=r"but got a state dict, which lacks momentum .*copy\.deepcopy\(adapter\)"):
+        cafe.create("cafe", source.classifier, source.needs["stats"]).load_state_dict(adapter.state_dict())
+
+
 def test_refused_steps_are_reported(source):
     class Doubtful(cafe.Infomax):
         name = "doubtful"

@@ -4,6 +4,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -69,9 +70,16 @@ class _Group(TyperGroup):
             code = super().main(args, name, complete_var, False, windows_expand_args, **extra)
         except UsageError as error:
             command_path = getattr(getattr(error, "ctx", None), "command_path", "cafe-tta")
-            say(f"error: {error.format_message().rstrip('.')}; see {command_path} --help")
+            say(f"error: {error.format_message().rstrip('.')}{_quotes(error)}; see {command_path} --help")
             sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _quotes(error: Any) -> str:
+    """A hint for arguments that nobody wrote: the shell makes a list of files of a pattern without quotes."""
+    message = error.format_message()
+    files = any(Path(word.strip("().")).is_file() for word in message.split())
+    return "; put a pattern in quotes: --data 'photos/*.jpg'" if "extra argument" in message and files else ""
 
 
 def describe(error: Exception) -> str:
@@ -100,8 +108,10 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     say(f"warning: {message}")
 
 
+HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="cafe-tta",
+    context_settings=HELP,
     cls=_Group,
     add_completion=False,
     rich_markup_mode="rich",
@@ -157,7 +167,7 @@ def start(
 
 
 for command in (demo, train, stats, adapt, monitor, serve, simulate, corrupt, bench, report, methods):
-    app.command(command.__name__)(command)
+    app.command(command.__name__, context_settings=HELP)(command)
 
 
 def main() -> None:
