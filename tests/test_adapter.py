@@ -239,6 +239,12 @@ def test_gradients_that_are_not_finite_are_refused(source):
         Steep(source.classifier)(source.corrupted)
 
 
+def test_a_batch_with_labels_is_refused_with_the_cure(source):
+    adapter = cafe.create("tent", source.classifier)
+    with pytest.raises(TypeError, match="expected a tensor of images, but got tuple; pass the images alone"):
+        adapter((source.images[:4], source.labels[:4]))
+
+
 def test_one_bad_image_is_named(source):
     images = source.corrupted.clone()
     images[7, 0, 0, 0] = float("inf")

@@ -489,6 +489,10 @@ def test_errors_are_one_line(made, tmp_path):
         ),
         ((*common, "--data", photos, "more", "--stats", stats), "extra argument(s) (more); see cafe-tta adapt --help"),
         (("methods", "tnet"), "did you mean 'tent'?"),
+        (
+            ("predict", "--data", photos),
+            "No such command 'predict'; cafe-tta adapt classifies images, with --method source as the model is; see",
+        ),
         (("methds",), "Did you mean 'methods'?; see cafe-tta --help"),
     ]
     for args, words in cases:
@@ -525,8 +529,9 @@ def test_the_help_tells_the_four_steps_in_order():
 
 
 @pytest.mark.parametrize("command", [(), ("adapt",), ("serve",)])
-def test_help_has_a_short_flag(command):
-    assert run(*command, "-h").stdout == run(*command, "--help").stdout
+def test_help_has_a_short_flag_and_no_types_of_flags(command):
+    shown = run(*command, "--help").stdout
+    assert run(*command, "-h").stdout == shown and "<bool>" not in shown
 
 
 def test_the_version_is_told():

@@ -488,7 +488,7 @@ class Adapter(Displayed, nn.Module):
     def check(self, images: Any) -> None:
         """Refuses what is not a batch of finite images of the classifier's kind."""
         if not isinstance(images, Tensor):
-            raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
+            raise TypeError(f"expected a tensor of images, but got {type(images).__name__}; pass the images alone")
         weight = self.classifier.head.weight
         if images.dtype != weight.dtype:
             cure = f"call .to({weight.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
