@@ -36,6 +36,7 @@ class SplitClassifier(nn.Module):
         return self.features_and_logits(images)[1]
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, D) and logits (B, C) of images."""
         features = self.backbone(images)  # (B, D)
         if not isinstance(features, Tensor) or features.dim() != 2 or features.shape[1] != self.num_features:
             got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
@@ -72,6 +73,7 @@ class SplitClassifier(nn.Module):
         return {"feature_layer": self.feature_layer, "weights": self.fingerprint()}
 
     def num_bytes(self) -> int:
+        """The memory that its parameters and buffers take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state_dict().values())
 
 

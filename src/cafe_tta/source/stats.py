@@ -198,6 +198,7 @@ class FeatureStats(MadeOfImages):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "FeatureStats":
+        """Statistics from a file that `save` made; a shard without images is refused."""
         tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
         if not meta["count"]:
             raise ValueError(
@@ -295,6 +296,7 @@ class SourceStats(SourceValue):
         require_match("source statistics", len(self.mean), self.meta, classifier)
 
     def num_bytes(self) -> int:
+        """The memory that its tensors take."""
         return sum(t.numel() * t.element_size() for t in self._tensors().values())
 
     def facts(self) -> Mapping[str, Any]:
@@ -308,6 +310,7 @@ class SourceStats(SourceValue):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Statistics from a file that `save` made, with a warning where they are of too few images."""
         source = super().load(path)
         if few := few_images(source.meta.get("count", math.inf), source.widest_group):
             warnings.warn(f"{path}: {few}", SourceWarning, stacklevel=2)
