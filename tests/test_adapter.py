@@ -204,6 +204,13 @@ torch.save(adapter(torch.load(f"{folder}/images.pt")), f"{folder}/logits.pt")
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
+def test_a_state_dict_is_refused_because_it_is_not_the_whole_state(source):
+    adapter = cafe.create("cafe", source.classifier, source.needs["stats"])
+    adapter(source.images[:32])
+    with pytest.raises(RuntimeError, match=r"but got a state dict, which lacks momentum .*copy\.deepcopy\(adapter\)"):
+        cafe.create("cafe", source.classifier, source.needs["stats"]).load_state_dict(adapter.state_dict())
+
+
 def test_refused_steps_are_reported(source):
     class Doubtful(cafe.Infomax):
         name = "doubtful"
@@ -230,6 +237,12 @@ def test_gradients_that_are_not_finite_are_refused(source):
 
     with pytest.warns(cafe.StepRefused, match="the norm of its gradient is (nan|inf)"):
         Steep(source.classifier)(source.corrupted)
+
+
+def test_a_batch_with_labels_is_refused_with_the_cure(source):
+    adapter = cafe.create("tent", source.classifier)
+    with pytest.raises(TypeError, match="expected a tensor of images, but got tuple; pass the images alone"):
+        adapter((source.images[:4], source.labels[:4]))
 
 
 def test_one_bad_image_is_named(source):

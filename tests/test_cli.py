@@ -483,7 +483,16 @@ def test_errors_are_one_line(made, tmp_path):
         ),
         (("train", "--data", tmp_path / "junk", "--output", out), "has no class folders and no labels"),
         (("train", "--data", "digits", "--output", out, "--augment", "flip"), "expected `augment` to be one of"),
+        (
+            (*common, "--data", tmp_path / "junk/1.png", tmp_path / "junk/1.png", "--stats", stats),
+            "; put a pattern in quotes: --data 'photos/*.jpg'; see cafe-tta adapt --help",
+        ),
+        ((*common, "--data", photos, "more", "--stats", stats), "extra argument(s) (more); see cafe-tta adapt --help"),
         (("methods", "tnet"), "did you mean 'tent'?"),
+        (
+            ("predict", "--data", photos),
+            "No such command 'predict'; cafe-tta adapt classifies images, with --method source as the model is; see",
+        ),
         (("methds",), "Did you mean 'methods'?; see cafe-tta --help"),
     ]
     for args, words in cases:
@@ -517,6 +526,12 @@ def test_the_help_tells_the_four_steps_in_order():
     places = [told.index(words) for words in ("1. A model", "2. Its statistics", "3. Adapt", "4. Look")]
     assert places == sorted(places)
     assert run().stdout.strip() == told.strip()
+
+
+@pytest.mark.parametrize("command", [(), ("adapt",), ("serve",)])
+def test_help_has_a_short_flag_and_no_types_of_flags(command):
+    shown = run(*command, "--help").stdout
+    assert run(*command, "-h").stdout == shown and "<bool>" not in shown
 
 
 def test_the_version_is_told():
@@ -767,6 +782,13 @@ def test_help_shows_whole_names_in_80_columns(name, monkeypatch):
     monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 80)
     shown = run(name, "--help").stdout
     assert not re.search(r"--[\w-]*…", shown) and max(map(len, shown.splitlines())) <= 80
+
+
+def test_check_shows_which_options_of_the_method_were_changed(made):
+    common = ("serve", "--check", "--model", made / "model/model.safetensors", "--source", made / "stats.safetensors")
+    assert re.search(r"^method +cafe, all options at their defaults$", run(*common).stdout, re.MULTILINE)
+    changed = run(*common, "--set", "lr=0.01", "--set", "momentum=0.5").stdout
+    assert re.search(r"^method +cafe, lr=0.01, momentum=0.5$", changed, re.MULTILINE)
 
 
 def test_check_looks_at_the_saved_state(made, tmp_path):

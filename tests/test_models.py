@@ -532,6 +532,13 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not tensors at all")
     with pytest.raises(storage.StorageError, match="is not a whole safetensors file"):
         models.load(path)
+    exported = tmp_path / "net.onnx"
+    exported.write_bytes(b"anything")
+    wanted = r"for PyTorch, but got an exported model, .*net.onnx, which cannot learn; give the weights"
+    with pytest.raises(ValueError, match=wanted):
+        models.load(exported)
+    with pytest.raises(ValueError, match=wanted):
+        models.load("torchvision:resnet18", weights=exported)
     storage.write(path, "source-stats", 1, {"mean": torch.zeros(2)}, {})
     with pytest.raises(storage.StorageError, match="expected a model file, but it holds 'source-stats'"):
         models.load(path)

@@ -19,6 +19,13 @@ def test_every_public_name_has_an_example_that_runs(name):
     assert ">>>" in (own if own is not None else PUBLIC[name].__doc__ or ""), f"cafe_tta.{name} has no example"
 
 
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isclass(value)])
+def test_every_method_of_a_public_class_says_what_it_does(name):
+    members = inspect.getmembers(PUBLIC[name], inspect.isroutine)
+    own = {key: value for key, value in members if (getattr(value, "__module__", None) or "").startswith("cafe_tta")}
+    assert [key for key, value in own.items() if not key.startswith("_") and not inspect.getdoc(value)] == []
+
+
 @pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if name.endswith("Config")])
 def test_help_of_a_config_lists_its_options(name):
     config = PUBLIC[name]

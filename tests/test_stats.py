@@ -75,6 +75,7 @@ def test_fit_restores_the_modes_when_it_fails(source):
     [
         ([], ValueError, "expected at least one source image, but the loader was empty"),
         ([np.zeros((2, 3, 8, 8))], TypeError, r"expected batches of tensors or of \(images, labels\), but got ndarray"),
+        ([torch.zeros(3, 8, 8)], ValueError, r"of shape \(3, 8, 8\): .*; is it one image\? Pass image\[None\]"),
         ([torch.zeros(2, 3, 8, 8).byte()], TypeError, "expected floating-point images.*but got torch.uint8"),
     ],
 )

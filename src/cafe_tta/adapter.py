@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import storage
-from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier
+from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier, why_unreadable
 from cafe_tta.clusters import THRESHOLD
 from cafe_tta.display import Displayed
 from cafe_tta.distributed import RankError, Ranks, here
@@ -426,13 +426,19 @@ class Adapter(Displayed, nn.Module):
         return self
 
     def facts(self) -> Mapping[str, Any]:
-        default, classifier = asdict(self.Config()), self.classifier
-        options = (f"{name}={value}" for name, value in asdict(self.config).items() if value != default[name])
+        classifier, options = self.classifier, self.config.changed()
         counted = ", ".join(f"{value} {name}" for name, value in asdict(self.counters).items() if value)
         model = f"{classifier.num_features} features, {classifier.num_classes} classes"
-        return {"method": self.name, "options": ", ".join(options), "model": model, "so far": counted or "no images"}
+        return {"method": self.name, "options": options, "model": model, "so far": counted or "no images"}
 
     # State
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Refused: a state dict has neither momentum nor counters. Use `save` and `load`, or copy.deepcopy."""
+        raise RuntimeError(
+            "expected a file that `save` made, but got a state dict, which lacks momentum and counters; go on with "
+            "adapter.save(path) and adapter.load(path), or keep copy.deepcopy(adapter) in memory"
+        )
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that adapting changes: of the classifier, and the adapter's own buffers."""
@@ -503,7 +509,7 @@ class Adapter(Displayed, nn.Module):
     def check(self, images: Any) -> None:
         """Refuses what is not a batch of finite images of the classifier's kind."""
         if not isinstance(images, Tensor):
-            raise TypeError(f"expected a tensor of images, but got {type(images).__name__}")
+            raise TypeError(f"expected a tensor of images, but got {type(images).__name__}; pass the images alone")
         weight = self.classifier.head.weight
         if images.dtype != weight.dtype:
             cure = f"call .to({weight.dtype})" if images.is_floating_point() else "divide by 255 and normalise"
@@ -537,7 +543,7 @@ class Adapter(Displayed, nn.Module):
         except (torch.OutOfMemoryError, RankError):
             raise
         except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(f"the classifier cannot read images of shape {tuple(images.shape)}: {error}") from error
+            raise ValueError(why_unreadable(images, error)) from error
 
     # Many processes that adapt as one: see docs/scale.md
 

@@ -36,6 +36,7 @@ class SplitClassifier(nn.Module):
         return self.features_and_logits(images)[1]
 
     def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, D) and logits (B, C) of images."""
         features = self.backbone(images)  # (B, D)
         if not isinstance(features, Tensor) or features.dim() != 2 or features.shape[1] != self.num_features:
             got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
@@ -72,6 +73,7 @@ class SplitClassifier(nn.Module):
         return {"feature_layer": self.feature_layer, "weights": self.fingerprint()}
 
     def num_bytes(self) -> int:
+        """The memory that its parameters and buffers take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.state_dict().values())
 
 
@@ -242,6 +244,16 @@ def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
+def why_unreadable(images: Tensor, error: Exception) -> str:
+    """What to say of images on which a network raised an error.
+
+    >>> why_unreadable(torch.zeros(3, 32, 32), ValueError("expected 4D input"))
+    'the classifier cannot read images of shape (3, 32, 32): expected 4D input; is it one image? Pass image[None]'
+    """
+    hint = "; is it one image? Pass image[None]" if images.dim() == 3 else ""
+    return f"the classifier cannot read images of shape {tuple(images.shape)}: {error}{hint}"
+
+
 def _is_pointwise(layer: nn.Module) -> bool:
     """Whether a layer is a 1×1 convolution: a linear layer for every pixel."""
     if not isinstance(layer, nn.Conv2d):
@@ -258,7 +270,8 @@ def _find_head(model: nn.Module) -> str:
         return convolutions[-1][0]
     raise ValueError(
         f"expected a classifier with a linear head (torch.nn.Linear), but {type(model).__name__} has none; "
-        "cafe-tta reads the features that a linear head receives"
+        "cafe-tta reads the features that a linear head receives: make the last layer one, and pass the model "
+        "before it is quantised"
     )
 
 

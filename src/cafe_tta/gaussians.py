@@ -202,6 +202,7 @@ class SourceGaussians:
         return moments[0].count[0], torch.cat([part.flatten() for m in moments for part in (m.mean, m.cov)])
 
     def unpack(self, count: Tensor, values: Tensor) -> list[Moments]:
+        """Moments of each bucket of groups, from the values that `pack` put in a row."""
         moments, start = [], 0
         for bucket in self._buckets:
             groups, width = bucket.dims.shape

@@ -118,6 +118,11 @@ class Options:
         for described in self._described:
             described.check(getattr(self, described.name))
 
+    def changed(self) -> str:
+        """The options that differ from their defaults, such as `lr=0.01, momentum=0.5`; empty where none does."""
+        values = ((described, getattr(self, described.name)) for described in self._described)
+        return ", ".join(f"{described.name}={value}" for described, value in values if value != described.default)
+
 
 C = TypeVar("C", bound=Options)
 

@@ -316,6 +316,18 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
     assert result.exit_code == 2 and re.fullmatch(r"error: there is no file or folder .+\n", result.stderr)
 
 
+def test_files_are_written_though_nobody_reads_the_tables(tmp_path, monkeypatch):
+    """`cafe-tta report RESULTS | head` breaks the pipe while tables are printed."""
+    save(tmp_path, [{**made, "stream": [], "by_domain": {}, "source": {}, "seconds": 0} for made in GOLDEN])
+
+    def broken(table):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("cafe_tta.cli.report.show_table", broken)
+    CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (tmp_path / "report/index.html").is_file() and (tmp_path / "report/tables.tex").is_file()
+
+
 def test_a_wide_table_is_printed_data_set_by_data_set(small, monkeypatch):
     monkeypatch.setattr(report, "write", lambda made, output: [])
     result = CliRunner().invoke(app, ["report", str(small)])

@@ -382,6 +382,25 @@ def test_a_failed_attempt_does_not_block_the_corrected_one(registries, checked_m
     assert "belongs to other settings" in run(*again, code=2).stderr
 
 
+def test_own_images_of_different_sizes_are_brought_to_the_size_of_the_model(registries, checked_model):
+    digits = data.load("digits:test")
+    for i in range(40):
+        for folder, size in (("mixed", (32 + i % 3, 40)), ("equal", (32, 32))):
+            path = Path(f"{folder}/{digits.labels[i]}/{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture = Image.fromarray(digits.images([i])[0]).resize((32 + i % 3, 40))
+            picture.resize(size, Image.Resampling.BILINEAR).save(path)
+    said = {}
+    for folder in ("mixed", "equal"):
+        own = ("--dataset", "mine", "--data", folder, "--source-data", folder, "--model", checked_model)
+        said[folder] = run("bench", "mixed", *own, "--methods", "cafe", "--corruptions", "contrast", "--seeds", 1,
+                           "--num-groups", 2, "--output", f"out-{folder}").stderr  # fmt: skip
+    note = "note: the images differ in size; they are read at 32 px, bilinear, then corrupted"
+    assert note in said["mixed"] and note not in said["equal"]
+    mixed, equal = records("out-mixed")[0], records("out-equal")[0]
+    assert (mixed["hits"], mixed["frechet_after"]) == (equal["hits"], equal["frechet_after"])
+
+
 def test_own_labels_are_matched_by_name(registries):
     """A model whose classes have another order than the folders: the accuracy is the same."""
     digits, half = data.load("digits:test"), (0.5, 0.5, 0.5)

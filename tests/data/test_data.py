@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from cafe_tta import data
+from cafe_tta import data, models
 from cafe_tta.data.folder import read_image
 
 
@@ -284,6 +284,45 @@ def test_broken_images_are_listed_and_left_out(tmp_path):
     assert whys.keys() == BROKEN.keys() | {"gone.png"}
     for name, (_, words) in BROKEN.items():
         assert words in whys[name]
+
+
+def test_larger_images_are_read_where_the_environment_allows_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # restored afterwards, though reading changes it
+    write(tmp_path / "1.png", grey(7, 12, 30))
+    with pytest.raises(data.UnreadableImage, match="^more than 100 pixels; shrink it first, or allow more: CAFE_"):
+        read_image(tmp_path / "1.png")
+    monkeypatch.setenv("CAFE_TTA_MAX_PIXELS", "360")
+    assert read_image(tmp_path / "1.png").shape == (12, 30, 3)
+    monkeypatch.setenv("CAFE_TTA_MAX_PIXELS", "359")
+    with pytest.raises(data.UnreadableImage, match="^more than 359 pixels"):
+        read_image(tmp_path / "1.png")
+    monkeypatch.setenv("CAFE_TTA_MAX_PIXELS", "many")
+    with pytest.raises(data.UnreadableImage, match="^expected CAFE_TTA_MAX_PIXELS to be a number of pixels, but got "):
+        read_image(tmp_path / "1.png")
+
+
+def test_images_of_different_sizes_can_be_read_at_one(tmp_path):
+    """Each is what the preprocessing makes of it alone."""
+    sizes = [(40, 30), (32, 32), (33, 64)]
+    random = np.random.default_rng(0)
+    for number, (height, width) in enumerate(sizes):
+        write(tmp_path / f"{number}.png", random.integers(0, 255, (height, width, 3), dtype=np.uint8))
+    folder, half = data.load(tmp_path), (0.5, 0.5, 0.5)
+    assert not folder.has_one_size() and data.load(tmp_path / "1.png").has_one_size()
+    preprocessing = models.Preprocessing(24, half, half, resize=28)
+    fitted = data.FittedFolder(folder, preprocessing.fit, "24 px")
+    alone = [preprocessing(folder.images([number])) for number in range(3)]
+    assert torch.equal(preprocessing(fitted.images([0, 1, 2])), torch.cat(alone))
+    assert fitted.name == folder.name and fitted.digest() != folder.digest()
+
+
+def test_a_turned_photo_has_the_size_that_it_is_read_at(tmp_path):
+    write(tmp_path / "1.jpg", grey(1, 20, 30))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 30)).save(tmp_path / "2.jpg", exif=exif)
+    folder = data.load(tmp_path)
+    assert folder.has_one_size() and folder.images([0, 1]).shape == (2, 20, 30, 3)
 
 
 @given(st.binary(max_size=300), st.integers(0, 2000))

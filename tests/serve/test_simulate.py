@@ -23,6 +23,7 @@ from cafe_tta.simulate import client as asking
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
 from cafe_tta.simulate.play import Plan, Record, play
 from cafe_tta.simulate.scenarios import CLEAN, SCENARIOS, make_cameras, shots
+from cafe_tta.simulate.simulation import Silence
 from cafe_tta.simulate.summary import Summary
 
 from .http_server import Server, digits, make_files
@@ -233,6 +234,23 @@ def test_a_summary_counts_images_by_camera_and_time_and_leaves_lost_requests_out
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to a process group")
+def test_a_server_that_goes_away_is_remarked_on_once_for_each_time():
+    said, times = [], [100.0]
+    silence = Silence(said.append, 5.0, lambda: times[-1])
+
+    def look_at(time):
+        times.append(time)
+        silence.look()
+        return len(said)
+
+    assert look_at(110.0) == 0, "nothing is expected before the beginning"
+    silence.broken()
+    assert [look_at(time) for time in (111.0, 114.9, 115.1, 120.0, 140.0)] == [0, 0, 1, 1, 1]
+    assert said == ["note: no answer for 5 s; is the server still there? Requests are sent again, each for 60 s"]
+    silence.broken()
+    assert [look_at(time) for time in (144.0, 145.1)] == [1, 2]
+
+
 def test_signals_to_the_whole_group_end_the_simulation_soon(tmp_path):
     """`timeout`, systemd and docker signal all processes; a process may also be killed while its cameras wait."""
     np.save(tmp_path / "labels.npy", np.zeros(4, np.int64))

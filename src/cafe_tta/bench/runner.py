@@ -72,7 +72,7 @@ class Runner:
         self.plan = plan
         self.source = source
         self.share = share or Share()  # of every batch, where several processes do each run together
-        self.images = data.load(plan.dataset.data) if images is None else images
+        self.images = source.of_one_size(data.load(plan.dataset.data) if images is None else images)
         self.labels = source.labels_of(self.images)
         self.results = Results(folder, self.settings())
         self._code = provenance.code()
@@ -99,6 +99,8 @@ class Runner:
         planned, missing = len(self.runs()), len(self.missing())
         notes = ["note: the last record was cut off by a crash and is done again"] if self.results.dropped else []
         notes += self.plan.notes()
+        if isinstance(self.images, data.FittedFolder):
+            notes.append(f"note: the images differ in size; they are read at {self.images.read_as}, then corrupted")
         return notes + ([f"{planned - missing} of {planned} runs are done already"] if missing < planned else [])
 
     def progress(self) -> str:

@@ -99,7 +99,15 @@ class SourceSide:
 
     @cached_property
     def images(self) -> data.ImageSet:
-        return data.load(self.dataset.source_data)
+        return self.of_one_size(data.load(self.dataset.source_data))
+
+    def of_one_size(self, images: data.ImageSet) -> data.ImageSet:
+        """The images; those of a folder that differ in size, at the size of the model, for which they are corrupted."""
+        if not isinstance(images, data.FolderSet) or images.has_one_size():
+            return images
+        preprocessing = getattr(self, "preprocessing", DIGITS)  # not known yet, while the embedded model is trained
+        read_as = f"{preprocessing.describe_size()}, {preprocessing.interpolation}"
+        return data.FittedFolder(images, preprocessing.fit, read_as)
 
     @cached_property
     def indices(self) -> list[int]:

@@ -4,6 +4,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ from cafe_tta.distributed import Share, torchrun_share
 # such as a download that fails or a device without memory left.
 EXPECTED = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 SHARED = ("stats", "bench")  # commands that share their work out to the ranks of torchrun
+PREDICT = ("predict", "classify", "infer")  # what other tools call `adapt`
 # Typer shows only BadParameter of its family; the others (a missing option, an unknown command) are its ancestors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -69,9 +71,19 @@ class _Group(TyperGroup):
             code = super().main(args, name, complete_var, False, windows_expand_args, **extra)
         except UsageError as error:
             command_path = getattr(getattr(error, "ctx", None), "command_path", "cafe-tta")
-            say(f"error: {error.format_message().rstrip('.')}; see {command_path} --help")
+            say(f"error: {error.format_message().rstrip('.')}{_hint(error)}; see {command_path} --help")
             sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _hint(error: Any) -> str:
+    """What was meant by a wrong command line, where that can be told."""
+    message = error.format_message()
+    if any(f"No such command '{word}'" in message for word in PREDICT):
+        return "; cafe-tta adapt classifies images, with --method source as the model is"
+    if "extra argument" in message and any(Path(word.lstrip("(").rstrip(").")).is_file() for word in message.split()):
+        return "; put a pattern in quotes: --data 'photos/*.jpg'"  # the shell makes a list of files of it
+    return ""
 
 
 def describe(error: Exception) -> str:
@@ -92,16 +104,29 @@ def _folding(highlight: Any) -> Any:
     return fold
 
 
+def _no_type_of_flags(highlight: Any) -> Any:
+    """A highlighter of types that leaves out that of a flag, which takes no value."""
+
+    def shown(text: Any) -> Any:
+        return "" if str(text) == "<bool>" else highlight(text)
+
+    return shown
+
+
 for _name in ("highlighter", "negative_highlighter"):
     setattr(rich_utils, _name, _folding(getattr(rich_utils, _name)))
+if hasattr(rich_utils, "types_highlighter"):  # older releases show no type of flags
+    rich_utils.types_highlighter = _no_type_of_flags(rich_utils.types_highlighter)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     say(f"warning: {message}")
 
 
+HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="cafe-tta",
+    context_settings=HELP,
     cls=_Group,
     add_completion=False,
     rich_markup_mode="rich",
@@ -157,7 +182,7 @@ def start(
 
 
 for command in (demo, train, stats, adapt, monitor, serve, simulate, corrupt, bench, report, methods):
-    app.command(command.__name__)(command)
+    app.command(command.__name__, context_settings=HELP)(command)
 
 
 def main() -> None:

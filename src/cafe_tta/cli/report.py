@@ -47,14 +47,15 @@ def report(
     made = bench.make(results, with_paper=paper, against=against)
     for note in made.notes:
         say(f"note: {note}")
+    say("drawing the figures")
+    written = bench.write(made, output)  # before anything is printed: `| head` ends the command at its first lines
     for shown in made.tables:
         for part in _parts(shown):
             show_table(drawn(part))
         for note in shown.notes:
             print(f"note: {note}")
         print()
-    say("drawing the figures")
-    print(f"written: {', '.join(map(str, bench.write(made, output)))}")
+    print(f"written: {', '.join(map(str, written))}")
 
 
 def show_report_table(results: Sequence[Path]) -> None:

@@ -88,7 +88,7 @@ def _check(built: Built, name: str, settings: Settings) -> None:
     show_facts([
         ("model", f"{name} ({built.model.architecture}), {classes}"),
         ("images", f"are read at {preprocessing.describe()}"),
-        ("method", f"{settings.method}, {built.config}"),
+        ("method", f"{settings.method}, {built.config.changed() or 'all options at their defaults'}"),
         ("statistics", "none: drift is unknown" if statistics is None else f"{len(statistics.groups)} groups"),
         ("state", state),
         ("address", f"http://{settings.host}:{settings.port}/v2/models/{name}"),

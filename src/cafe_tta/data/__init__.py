@@ -20,6 +20,7 @@ from cafe_tta.data.arrays import ArraySet as ArraySet
 from cafe_tta.data.arrays import load_arrays
 from cafe_tta.data.corrupted import load_cifar_c, load_imagenet_c
 from cafe_tta.data.digits import load_digits
+from cafe_tta.data.folder import FittedFolder as FittedFolder
 from cafe_tta.data.folder import FolderSet as FolderSet
 from cafe_tta.data.folder import left_out as left_out
 from cafe_tta.data.folder import load_files, load_folder

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -27,7 +27,9 @@ FOREIGN = (
     *(".heic", ".heif", ".hif", ".jxl", ".svg", ".psd", ".xcf", ".exr", ".hdr"),
     *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2", ".pef", ".srw"),
 )
+MAX_PIXELS = "CAFE_TTA_MAX_PIXELS"  # environment variable: the most pixels of an image, instead of Pillow's 89 million
 CONTACT_SHEET = "contact-sheet.png"  # drawn by `cafe-tta corrupt` beside its copies
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _WARNINGS = threading.Lock()  # Python's warning filters are global: one thread at a time may change them
 
 
@@ -74,6 +76,11 @@ class FolderSet:
         """One image file (H, W, 3)."""
         return read_image(path)
 
+    def has_one_size(self) -> bool:
+        """Whether all images have the same height and width, as far as the headers of their files tell."""
+        sizes = {size for file in self.files if (size := _size(self.root / file))}
+        return len(sizes) < 2
+
     def digest(self) -> str:
         return self._digest
 
@@ -82,13 +89,28 @@ class FolderSet:
         return files_digest(self.root, self.files, self.labels, self.read_as)
 
 
+class FittedFolder(FolderSet):
+    """A folder of images that differ in size, each brought to one size as it is read. `read_as` says how."""
+
+    def __init__(self, folder: FolderSet, fit: Callable[[Images], Images], read_as: str) -> None:
+        super().__init__(folder.root, folder.files)
+        self.name, self.foreign, self.read_as = folder.name, folder.foreign, read_as
+        self._fit = fit
+
+    def read(self, path: Path) -> Images:
+        return self._fit(super().read(path))
+
+    def has_one_size(self) -> bool:
+        return True
+
+
 def stack(name: str, images: list[Images]) -> Images:
     """Images of one size as one array (n, H, W, 3)."""
     if len({image.shape for image in images}) > 1:
         sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images})
         raise ValueError(
             f"{name} has images of different sizes ({', '.join(sizes[:3])}, …), which do not fit one array; "
-            "read them with data.Loader and a preprocessing"
+            "read them with data.Loader and a preprocessing, or as data.FittedFolder"
         )
     return np.stack(images) if images else np.zeros((0, 0, 0, 3), dtype=np.uint8)
 
@@ -166,12 +188,34 @@ def _decode_file(
     with _WARNINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an image that cannot be read is reported once, by us
         warnings.simplefilter("error", Image.DecompressionBombWarning)  # checked before a pixel is decoded
+        if allowed := os.environ.get(MAX_PIXELS):
+            Image.MAX_IMAGE_PIXELS = _positive(allowed)
         image: Image.Image = Image.open(file, formats=formats)
         orientation = _orientation(image) if upright else 1
     if max_pixels is not None and image.width * image.height > max_pixels:
         raise ValueError(f"{image.width} x {image.height} pixels, but at most {max_pixels:,} are allowed")
     image.load()
     return np.ascontiguousarray(_rotated(_rgb(image), orientation))
+
+
+def _size(path: Path) -> tuple[int, int] | None:
+    """Height and width of the upright image in a file, by its header; None where there is no such header."""
+    from PIL import Image
+
+    try:
+        with _WARNINGS, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path) as image:
+                turned = _orientation(image) in _TURNED
+                return (image.width, image.height) if turned else (image.height, image.width)
+    except Exception:  # as in read_image; reading it will say why
+        return None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected {MAX_PIXELS} to be a number of pixels, but got {text!r}")
+    return int(text)
 
 
 def _orientation(image: "Image") -> int:
@@ -183,7 +227,7 @@ def _orientation(image: "Image") -> int:
 
 def _rotated(image: Images, orientation: int) -> Images:
     """Upright, by EXIF's numbers: 5 to 8 swap the axes, and each of 1 to 8 then mirrors none, one or both of them."""
-    if orientation in (5, 6, 7, 8):
+    if orientation in _TURNED:
         image = image.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):
         image = image[:, ::-1]
@@ -210,7 +254,9 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, (Image.DecompressionBombWarning, Image.DecompressionBombError)):
-        return f"more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels; shrink it first"
+        return (
+            f"more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels; shrink it first, or allow more: {MAX_PIXELS}=200000000"
+        )
     if isinstance(error, UnidentifiedImageError):
         return "not an image of a known format"
     if isinstance(error, OSError) and error.strerror:

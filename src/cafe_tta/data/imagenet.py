@@ -35,6 +35,9 @@ class ImageNetSet(FolderSet):
     def read(self, path: Path) -> Images:
         return central(read_image(path, upright=False))  # training code does not look at EXIF either
 
+    def has_one_size(self) -> bool:
+        return True
+
 
 def central(image: Images) -> Images:
     """Resized to 256 pixels on the short side, then the central 224 x 224: as torchvision does it, with Pillow."""

@@ -83,6 +83,7 @@ class CAFe(GradientAdapter):
             self.reference.require_calibration()
 
     def regrouped(self, source: SourceStats) -> SourceStats:
+        """The statistics in the groups that the method aligns: those of the file, unless a subclass groups anew."""
         return source
 
     def reset(self) -> None:
@@ -120,6 +121,7 @@ class CAFe(GradientAdapter):
         return self.alignment(features) + self.infomax(logits)
 
     def infomax(self, logits: Tensor) -> Tensor:
+        """The information-maximisation loss of a batch, which the report notes."""
         infomax = losses.infomax(logits, self.ranks.mean)
         self.notes["infomax"] = infomax.item()
         return infomax

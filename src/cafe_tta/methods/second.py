@@ -23,9 +23,11 @@ class SecondWeights(GradientAdapter):
         self.set_second({name: self.changing()[name].detach().clone() for name in self.second_names()})
 
     def second(self) -> dict[str, Tensor]:
+        """The tensors of the second model, by the names that the classifier has for them."""
         return {name: self.get_buffer(f"second_{i}") for i, name in enumerate(self.second_names())}
 
     def set_second(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the tensors of the second model."""
         for number, name in enumerate(self.second_names()):
             setattr(self, f"second_{number}", nn.Buffer(tensors[name]))  # replaced, never changed: a backup is free
 

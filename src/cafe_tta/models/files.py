@@ -28,6 +28,7 @@ from cafe_tta.models.names import (
 from cafe_tta.models.preprocessing import Preprocessing, Rgb
 
 FORMAT_VERSION = 1
+EXPORTED = (".onnx", ".ort", ".engine", ".plan", ".trt", ".tflite", ".mlmodel", ".mlpackage")
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what `save` wrote about them: nothing, where the weights are plain."""
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a safetensors file, or a .pth, with a model's weights")
+    if path.suffix.lower() in EXPORTED:
+        raise ValueError(
+            f"expected a model's weights for PyTorch, but got an exported model, {path}, which cannot learn; give the "
+            "weights that it was made from, and export the adapted model: adapter.export()"
+        )
     if path.suffix.lower() in checkpoints.SUFFIXES:
         return checkpoints.read(path), {}
     try:

@@ -58,9 +58,16 @@ class Preprocessing:
         >>> Preprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256).describe()
         '224 px (cropped from 256), mean 0.485,0.456,0.406, std 0.229,0.224,0.225'
         """
-        crop = "" if self.resize is None else f" (cropped from {self.resize})"
         how = "" if self.interpolation == "bilinear" else f", {self.interpolation}"
-        return f"{self.size} px{crop}, mean {_text(self.mean)}, std {_text(self.std)}{how}"
+        return f"{self.describe_size()}, mean {_text(self.mean)}, std {_text(self.std)}{how}"
+
+    def describe_size(self) -> str:
+        """The size of the input, and what it is cropped from.
+
+        >>> Preprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256).describe_size()
+        '224 px (cropped from 256)'
+        """
+        return f"{self.size} px{'' if self.resize is None else f' (cropped from {self.resize})'}"
 
     def __repr__(self) -> str:
         return f"Preprocessing({', '.join(f'{name}={value!r}' for name, value in self.record().items())})"
@@ -86,7 +93,7 @@ class Preprocessing:
         if images.shape[1:3] != (self.size, self.size):
             fitted = np.empty((len(images), self.size, self.size, 3), np.uint8)
             for number, image in enumerate(images):
-                fitted[number] = self._fit(image)
+                fitted[number] = self.fit(image)
             images = fitted
         prepared = np.empty((len(images), 3, self.size, self.size), np.float32)
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
@@ -94,7 +101,8 @@ class Preprocessing:
             prepared[:, channel] -= np.float32(mean / std)
         return torch.from_numpy(prepared)
 
-    def _fit(self, image: np.ndarray) -> np.ndarray:
+    def fit(self, image: np.ndarray) -> np.ndarray:
+        """One uint8 image (H, W, 3) at the network's size, not yet normalised."""
         from PIL import Image  # here, not above: images that fit need no Pillow
 
         picture, how = Image.fromarray(np.ascontiguousarray(image)), Image.Resampling[self.interpolation.upper()]

@@ -12,13 +12,14 @@ from cafe_tta import data
 from cafe_tta.models import Model, ModelOptions, load_classifier
 from cafe_tta.options import Options, option
 from cafe_tta.simulate import images
-from cafe_tta.simulate.client import Client
+from cafe_tta.simulate.client import LOST_AFTER, Client
 from cafe_tta.simulate.play import Plan, Record, play
 from cafe_tta.simulate.scenarios import make_cameras
 from cafe_tta.simulate.summary import Summary
 
 HOPELESS = 20  # requests lost before any was answered
 DURATION = 120.0  # seconds
+QUIET = 5.0  # seconds without an answer that are remarked on, where answers should come every half second
 _SERVER, _CAMERAS, _IMAGES = "The server", "The cameras", "The images"
 _MODEL = "The source model, to compare with"
 
@@ -89,7 +90,7 @@ class Simulation:
 
     def __init__(self, options: SimulationOptions, say: Callable[[str], None] = lambda _: None) -> None:
         """Waits for the server, loads the source model, and checks that both know the same classes."""
-        self.options = options
+        self.options, self._say = options, say
         self.cameras = make_cameras(options.cameras, options.rate, options.seed)
         self.rate = sum(camera.rate for camera in self.cameras)  # of all cameras together
         self.duration = options.duration or (options.images / self.rate if options.images else DURATION)
@@ -138,12 +139,20 @@ class Simulation:
             keeps_time=not options.fast,
         )
         start = time.monotonic()
+        silence = Silence(self._say, max(QUIET, 10 * options.images_per_request / self.rate))
 
         def begun() -> None:
             nonlocal start
             start = time.monotonic()
+            silence.broken()
 
-        for record in play(plan, self.cameras, options.processes, lambda: stopped() or self._hopeless(), begun):
+        def ended() -> bool:
+            silence.look()
+            return stopped() or self._hopeless()
+
+        for record in play(plan, self.cameras, options.processes, ended, begun):
+            if not record.lost:
+                silence.broken()
             self.summary.add(record)
             yield record
         self.seconds = time.monotonic() - start
@@ -177,6 +186,25 @@ class Simulation:
     def _hopeless(self) -> bool:
         """Whether the server has answered nothing at all: there is no sense in going on for minutes."""
         return not self.summary.overall.images and sum(self.summary.lost.values()) >= HOPELESS
+
+
+class Silence:
+    """Tells, once for each time, that no answer has come for so many seconds."""
+
+    def __init__(self, say: Callable[[str], None], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._seconds, self._clock = say, seconds, clock
+        self._last: float | None = None  # answer; none is expected before the beginning, or after it was told
+
+    def broken(self) -> None:
+        """An answer has come, or the simulation has begun."""
+        self._last = self._clock()
+
+    def look(self) -> None:
+        """Tells it, where it is time."""
+        if self._last is not None and self._clock() - self._last > self._seconds:
+            self._last = None
+            again = f"Requests are sent again, each for {LOST_AFTER:.0f} s"
+            self._say(f"note: no answer for {self._seconds:.0f} s; is the server still there? {again}")
 
 
 def _served_name(client: Client) -> str:

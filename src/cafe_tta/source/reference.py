@@ -96,6 +96,7 @@ class Reference(SourceGaussians):
         return bool(self._log_sizes)
 
     def require_calibration(self) -> None:
+        """Raises where the statistics do not say how far source batches are from the source."""
         if not self.calibrated:
             raise ValueError(
                 "gate needs to know how source batches look, but these statistics were made without it; "

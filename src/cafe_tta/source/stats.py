@@ -17,6 +17,7 @@ from cafe_tta.classifier import (
     evaluating,
     require_classifier,
     require_match,
+    why_unreadable,
 )
 from cafe_tta.models import Preprocessing
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
@@ -107,7 +108,7 @@ class FeatureStats(MadeOfImages):
             for number, batch in enumerate(loader):
                 images = images_of(batch, key).to(weights)
                 record = record.seen(images)
-                features = classifier.backbone(images)  # (B, D)
+                features = _features(classifier, images)
                 if not torch.isfinite(features).all():
                     raise ValueError(
                         f"batch {number} of the source images gives features that are NaN or infinite; "
@@ -197,6 +198,7 @@ class FeatureStats(MadeOfImages):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "FeatureStats":
+        """Statistics from a file that `save` made; a shard without images is refused."""
         tensors, meta = storage.read(path, "feature-stats", FORMAT_VERSION)
         if not meta["count"]:
             raise ValueError(
@@ -294,6 +296,7 @@ class SourceStats(SourceValue):
         require_match("source statistics", len(self.mean), self.meta, classifier)
 
     def num_bytes(self) -> int:
+        """The memory that its tensors take."""
         return sum(t.numel() * t.element_size() for t in self._tensors().values())
 
     def facts(self) -> Mapping[str, Any]:
@@ -307,6 +310,7 @@ class SourceStats(SourceValue):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Statistics from a file that `save` made, with a warning where they are of too few images."""
         source = super().load(path)
         if few := few_images(source.meta.get("count", math.inf), source.widest_group):
             warnings.warn(f"{path}: {few}", SourceWarning, stacklevel=2)
@@ -342,6 +346,17 @@ def _check_moments(mean: Tensor, cov: Tensor) -> None:
         raise ValueError(f"expected shapes (D,) and (D, D), but got {tuple(mean.shape)} and {tuple(cov.shape)}")
     if not (torch.isfinite(mean).all() and torch.isfinite(cov).all()):
         raise ValueError("expected a finite mean and covariance, but got NaN or infinite values")
+
+
+def _features(classifier: SplitClassifier, images: Tensor) -> Tensor:
+    """The features (B, D) of a batch. Raises ValueError for images that the classifier cannot read."""
+    try:
+        features: Tensor = classifier.backbone(images)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ValueError(why_unreadable(images, error)) from error
+    return features
 
 
 def _from_sums(sums: "FeatureSums", meta: Mapping[str, Any]) -> FeatureStats:

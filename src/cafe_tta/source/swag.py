@@ -161,11 +161,13 @@ class SwagCollector:
         return Posterior((PosteriorMember(means, variances, buffers),))
 
     def state(self) -> dict[str, Tensor]:
+        """All tensors, to go on later: moments of the weights, and how many there were."""
         moments = {"mean": self.mean, "square": self.square}
         tensors = {f"{part}.{name}": tensor for part, values in moments.items() for name, tensor in values.items()}
         return tensors | {"count": torch.tensor(self.count)}
 
     def set_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from tensors that `state` gave."""
         self.count = int(tensors["count"])
         for name in self.mean:
             self.mean[name] = tensors[f"mean.{name}"].to(self.mean[name]).clone()

@@ -4,9 +4,18 @@ from collections.abc import Iterator, Mapping
 from email.message import Message
 
 from cafe_tta.serve.http.middleware import ServeError, bad_request
-from cafe_tta.serve.http.protocol import ON_DEMAND, OUTPUTS, InferRequest, RequestedOutput, Signature, shown, with_files
+from cafe_tta.serve.http.protocol import (
+    IMAGE_FILES,
+    ON_DEMAND,
+    OUTPUTS,
+    InferRequest,
+    RequestedOutput,
+    Signature,
+    shown,
+    with_files,
+)
 
-FILES = ("image/jpeg", "image/png")
+FILES = tuple(IMAGE_FILES)
 FORM = "multipart/form-data"
 FIELDS = {  # of a form, or of the address
     "camera": "Name of the camera.",
