@@ -197,6 +197,7 @@ class Restored:
     events: Sequence[Event] = ()
     opted_out: Sequence[str] = ()
     trusted: Sequence[str] = ()
+    steps: int = 0  # that were accepted
 
 
 # All of them together
@@ -385,7 +386,7 @@ class Snapshots:
             self.candidate = None
         elif not judged:
             self.take(meta.version, saved.tensors, meta.learnt_from)
-        return Restored(text, meta.events, meta.opted_out, meta.trusted)
+        return Restored(text, meta.events, meta.opted_out, meta.trusted, meta.highest)
 
     def problems(self) -> list[str]:
         """Why saved states were passed over since this was last asked."""
