@@ -782,7 +782,7 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
         meta = {"time": 0.0, "adapter": adapter, "version": 3, "highest": 3, "events": [], "opted_out": []}
         storage.write(tmp_path / f"state/snapshot-{number:08d}.safetensors", KIND, FORMAT, tensors, meta)
         if method == "adabn":
-            assert "is a state of 'adabn', but this is 'tent'; choose another folder" in run(
+            assert "is a state of 'adabn', but this is 'tent'; start with `method` 'adabn' to go on from it, or" in run(
                 *serve, tmp_path / "state", code=2).stderr  # fmt: skip
         elif other:
             assert "does not belong to this classifier" in run(*serve, tmp_path / "state", code=2).stderr

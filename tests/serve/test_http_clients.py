@@ -70,6 +70,16 @@ def test_body_that_is_an_image_file_is_answered(client, files, format, kind):
     until(lambda: "gate 1" in cameras(client), "the camera of the address")
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/octet-stream"])
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_image_file_is_recognised_without_its_content_type(client, kind, format):
+    content, headers = png(digits(1)[0], format), {} if kind is None else {"Content-Type": kind}
+    expected = outputs(client.post(INFER, content=content, headers={"Content-Type": f"image/{format.lower()}"}))
+    answer = client.post(INFER, params={"camera": "untyped"}, content=content, headers=headers)
+    assert outputs(answer) == expected
+    until(lambda: "untyped" in cameras(client), "the camera of the address")
+
+
 def test_form_with_several_files_is_answered_in_their_order(client, files):
     pixels = digits(5)
     parts = [("images", (f"{i}.png", png(image), "image/png")) for i, image in enumerate(pixels)]

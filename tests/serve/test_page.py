@@ -52,7 +52,8 @@ def errors(driver) -> list[str]:
 
 def test_the_page_shows_a_server_while_it_works_and_its_buttons_work(files):
     require_browser()
-    with serve(files, "--token", TOKEN) as server, browser() as driver, server.until_ready().client() as client:
+    options = ("--method", "cafe", "--token", TOKEN)
+    with serve(files, *options) as server, browser() as driver, server.until_ready().client() as client:
         driver.get(server.url)
         until(driver, lambda: text(driver, "#state") == "Adapting", "the first status")
         check_empty(driver)

@@ -76,6 +76,12 @@ def _next(flags: dict[str, Any], config: Path | None, tell: Callable[[str], None
     return built.service, built.model.preprocessing
 
 
+def _method(settings: Settings) -> str:
+    """The method, and the options that are not its defaults."""
+    preset = [] if settings.preset is None else [f"preset {settings.preset}"]
+    return ", ".join([settings.method, *preset, *settings.set]) + ("" if settings.adapt else " (off: adapt=no)")
+
+
 def _check(built: Built, name: str, settings: Settings) -> None:
     """Answers one image, and shows what would be served."""
     preprocessing, statistics = built.model.preprocessing, built.statistics
@@ -88,7 +94,7 @@ def _check(built: Built, name: str, settings: Settings) -> None:
     show_facts([
         ("model", f"{name} ({built.model.architecture}), {classes}"),
         ("images", f"are read at {preprocessing.describe()}"),
-        ("method", f"{settings.method}, {built.config}"),
+        ("method", _method(settings)),
         ("statistics", "none: drift is unknown" if statistics is None else f"{len(statistics.groups)} groups"),
         ("state", state),
         ("address", f"http://{settings.host}:{settings.port}/v2/models/{name}"),

@@ -449,6 +449,7 @@ class Snapshots:
         other = f"{saved.path.name} cannot be used: it"
         cure = "choose another folder for the state, or empty this one"
         if theirs.method != ours["method"]:
-            raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {cure}")
+            asked = f"start with `method` {theirs.method!r} to go on from it, or {cure}"
+            raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {asked}")
         if difference := describe_difference(theirs.classifier, ours["classifier"]):
             raise ValueError(f"{other} does not belong to this classifier: {difference}; {cure}")
