@@ -226,6 +226,23 @@ def test_what_cannot_be_served_is_one_line(files, monkeypatch, capsys, arguments
     assert told.startswith(error), err
 
 
+def test_states_of_the_former_default_go_on_with_their_method_and_say_so_without_it(
+    files, tmp_path, capsys, monkeypatch
+):
+    given = {"model": str(files.model), "source": [str(files.stats)], "state": tmp_path / "state"}
+    assert load_settings(given).method == "cafe-plus"
+    service = build(load_settings(given | {"method": "cafe"})).service
+    service.start()
+    service.close()
+    common = ("--check", "--model", files.model, "--source", files.stats, "--state", tmp_path / "state")
+    code, _, err = command(capsys, monkeypatch, *common)
+    assert code == 2 and "is a state of 'cafe', but this is 'cafe-plus'; start with `method` 'cafe' to go on" in err
+    (tmp_path / "serve.toml").write_text('method = "cafe"\n')
+    for chosen in (("--method", "cafe"), ("--config", tmp_path / "serve.toml")):
+        code, out, _ = command(capsys, monkeypatch, *common, *chosen)
+        assert code == 0 and "continues with version 0" in out
+
+
 def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_path, capsys, monkeypatch):
     broken = copy.deepcopy(files.classifier)
     broken.head.weight.data.fill_(3e38)  # finite, but its answers are not

@@ -209,6 +209,19 @@ def test_nearly_silent_cameras_do_not_keep_a_busy_new_one_waiting_for_ever(known
     assert validating.count(NEWCOMERS) == len(validating) >= count // FEW
 
 
+def test_late_camera_earns_its_trust_beside_a_known_one_that_sends_an_image_now_and_then(serve):
+    service = serve(step_images=64)
+    while service._cameras.steps < FOUNDING_STEPS:
+        send(service, "gate")
+    for number in range(200):
+        send(service, "gate", 1, seed=number)
+        send(service, "late", 31, seed=number)
+        if service._cameras.touch("late").settled:
+            break
+    assert camera_of(service, "late")["trusted"] and service._cameras.steps >= FOUNDING_STEPS + TRUST_STEPS
+    assert number >= TRUST_STEPS * 64 // 31  # it waited for it: no sooner than a camera that is trusted
+
+
 def test_a_restart_before_the_second_step_does_not_end_the_beginning(serve, tmp_path):
     first = serve(state=tmp_path, step_images=256, buffer_images=1024)
     send(first, "gate-1", 40)
