@@ -29,6 +29,7 @@ from cafe_tta.serve import Settings
 from cafe_tta.simulate.client import Client
 
 PARTS = ("throughput", "latency", "memory")
+METHOD = "cafe"  # that both sides adapt with
 REQUEST = 64  # images
 SEVERITIES = {"fog": 4, "frost": 3, "gaussian_noise": 5, "brightness": 4}
 
@@ -67,7 +68,7 @@ def throughput(embedded: Embedded, args: argparse.Namespace) -> None:
     requests = pixels()
     prepare = embedded.model.preprocessing
     for what, flags, goal in (("adapting", (), "≥ 0.9"), ("not adapting", ("--no-adapt",), "")):
-        adapter = cafe.create("cafe", embedded.classifier, embedded.stats)
+        adapter = cafe.create(METHOD, embedded.classifier, embedded.stats)
         call: Callable[[torch.Tensor], object] = adapter.predict if flags else adapter
         with serving(args.threads, *flags) as (url, _):
             sides = {
@@ -190,7 +191,7 @@ def resident(pid: int) -> float:
 @contextmanager
 def serving(threads: int, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`cafe-tta serve` in a process of its own, ready."""
-    command = [sys.executable, "-m", "cafe_tta", "serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "cafe_tta", "serve", "--method", METHOD, "--port", "0", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None

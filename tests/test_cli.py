@@ -786,9 +786,9 @@ def test_help_shows_whole_names_in_80_columns(name, monkeypatch):
 
 def test_check_shows_which_options_of_the_method_were_changed(made):
     common = ("serve", "--check", "--model", made / "model/model.safetensors", "--source", made / "stats.safetensors")
-    assert re.search(r"^method +cafe, all options at their defaults$", run(*common).stdout, re.MULTILINE)
+    assert re.search(r"^method +cafe-plus, all options at their defaults$", run(*common).stdout, re.MULTILINE)
     changed = run(*common, "--set", "lr=0.01", "--set", "momentum=0.5").stdout
-    assert re.search(r"^method +cafe, lr=0.01, momentum=0.5$", changed, re.MULTILINE)
+    assert re.search(r"^method +cafe-plus, lr=0.01, momentum=0.5$", changed, re.MULTILINE)
 
 
 def test_check_looks_at_the_saved_state(made, tmp_path):
@@ -804,7 +804,7 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
         meta = {"time": 0.0, "adapter": adapter, "version": 3, "highest": 3, "events": [], "opted_out": []}
         storage.write(tmp_path / f"state/snapshot-{number:08d}.safetensors", KIND, FORMAT, tensors, meta)
         if method == "adabn":
-            assert "is a state of 'adabn', but this is 'tent'; choose another folder" in run(
+            assert "is a state of 'adabn', but this is 'tent'; start with `method` 'adabn' to go on from it, or" in run(
                 *serve, tmp_path / "state", code=2).stderr  # fmt: skip
         elif other:
             assert "does not belong to this classifier" in run(*serve, tmp_path / "state", code=2).stderr

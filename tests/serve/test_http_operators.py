@@ -14,7 +14,8 @@ from .http_server import Server, digits, infer, shared_files, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving"
 SMALL = (
-    "--no-gate", "--step-images", "16", "--validation-images", "16", "--buffer-images", "256", "--adapt-share", "1",
+    "--method", "cafe", "--no-gate", "--step-images", "16", "--validation-images", "16", "--buffer-images", "256",
+    "--adapt-share", "1",
     "--set", "normalisation=source",  # this model, which nobody trained, gains nothing from the statistics of batches
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -188,6 +189,8 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
         done = command(capsys, monkeypatch, "--check", *model, "--port", port, "--set", "lr=0.01", "--name", "gate")
         refused = command(capsys, monkeypatch, *model, "--port", port)
     assert done[0] == 0, done
+    assert done[2].startswith(f"loading {files.model}, to be adapted with cafe-plus\n")
+    assert re.search(r"^method +cafe-plus, lr=0.01$", done[1], re.MULTILINE)
     for text in ("cafe:digits-resnet", "lr=0.01", f"http://127.0.0.1:{port}/v2/models/gate", "all is well"):
         assert text in done[1]
     told = f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another `port`\n"
@@ -199,11 +202,11 @@ def test_check_tells_what_would_be_served_and_does_not_listen(files, capsys, mon
     [
         (
             ("--model", "MODEL"),
-            "error: cafe needs stats from the source domain, but `source` is empty; ",
+            "error: cafe-plus needs stats from the source domain, but `source` is empty; ",
         ),
         (("--model", "MODEL", "--stats", "MODEL"), "error: "),
         (("--model", "MODEL", "--method", "cafee"), "error: unknown method 'cafee'; did you mean 'cafe'?"),
-        (("--model", "MODEL", "--stats", "STATS", "--set", "lrr=1"), "error: cafe has no option 'lrr'"),
+        (("--model", "MODEL", "--stats", "STATS", "--set", "lrr=1"), "error: cafe-plus has no option 'lrr'"),
         (("--model", "MODEL", "--stats", "STATS", "--step-images", "1"), "error: expected `step_images`"),
         (("--stats", "STATS"), "error: expected `model` with `source`"),
         (
@@ -218,8 +221,26 @@ def test_what_cannot_be_served_is_one_line(files, monkeypatch, capsys, arguments
     paths = {"MODEL": files.model, "STATS": files.stats}
     given = [paths.get(argument, argument) for argument in arguments]
     code, out, err = command(capsys, monkeypatch, "--check", *given)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(error), err
+    *loading, told = err.splitlines()
+    assert (code, out) == (2, "") and all(line.startswith("loading ") for line in loading)
+    assert told.startswith(error), err
+
+
+def test_states_of_the_former_default_go_on_with_their_method_and_say_so_without_it(
+    files, tmp_path, capsys, monkeypatch
+):
+    given = {"model": str(files.model), "source": [str(files.stats)], "state": tmp_path / "state"}
+    assert load_settings(given).method == "cafe-plus"
+    service = build(load_settings(given | {"method": "cafe"})).service
+    service.start()
+    service.close()
+    common = ("--check", "--model", files.model, "--source", files.stats, "--state", tmp_path / "state")
+    code, _, err = command(capsys, monkeypatch, *common)
+    assert code == 2 and "is a state of 'cafe', but this is 'cafe-plus'; start with `method` 'cafe' to go on" in err
+    (tmp_path / "serve.toml").write_text('method = "cafe"\n')
+    for chosen in (("--method", "cafe"), ("--config", tmp_path / "serve.toml")):
+        code, out, _ = command(capsys, monkeypatch, *common, *chosen)
+        assert code == 0 and "continues with version 0" in out
 
 
 def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_path, capsys, monkeypatch):

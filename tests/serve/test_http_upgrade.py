@@ -9,8 +9,8 @@ import pytest
 from .http_server import PATIENCE, Server, digits, infer, logits, make_files, shared_files, until
 
 SMALL = {
-    "name": "small", "gate": False, "step_images": 16, "validation_images": 16, "buffer_images": 256, "judge": False,
-    "set": ["normalisation=source"],
+    "name": "small", "method": "cafe", "gate": False, "step_images": 16, "validation_images": 16, "buffer_images": 256,
+    "judge": False, "set": ["normalisation=source"],
 }  # fmt: skip
 
 

@@ -52,7 +52,8 @@ def errors(driver) -> list[str]:
 
 def test_the_page_shows_a_server_while_it_works_and_its_buttons_work(files):
     require_browser()
-    with serve(files, "--token", TOKEN) as server, browser() as driver, server.until_ready().client() as client:
+    options = ("--method", "cafe", "--token", TOKEN)
+    with serve(files, *options) as server, browser() as driver, server.until_ready().client() as client:
         driver.get(server.url)
         until(driver, lambda: text(driver, "#state") == "Adapting", "the first status")
         check_empty(driver)
@@ -71,6 +72,7 @@ def test_the_page_shows_a_server_while_it_works_and_its_buttons_work(files):
 
 
 def check_empty(driver) -> None:
+    assert re.fullmatch(r"The next step waits for about \d+ more images\.", text(driver, "#waiting"))
     assert "no images yet" in text(driver, "#drift-more")
     assert shown(driver, "#cameras-empty")
     assert shown(driver, "#drift-plot .empty")
@@ -92,6 +94,8 @@ def check_numbers(driver, client) -> None:
     assert len(shares) == len(client.get("/api/status").json()["classes"]) > 0
     assert sum(shares) == pytest.approx(100, abs=1)
     assert any("accepted" in line for line in texts(driver, "#events li"))
+    adapted = client.get("/api/status").json()["adapted_images"]
+    assert text(driver, "#images-more") == f"{adapted} taken for adapting"
     images = dict(
         zip(texts(driver, "#cameras td:nth-child(1)"), texts(driver, "#cameras td:nth-child(4)"), strict=True)
     )

@@ -248,7 +248,8 @@ def test_rollback(source, serve):
 
 STATUS = {
     "name": str, "method": str, "state": str, "version": int, "started": float, "now": float, "images": int,
-    "answered": int, "adapted_images": int, "steps": dict, "drift": dict, "stalled": type(None), "cameras": list,
+    "answered": int, "adapted_images": int, "steps": dict, "next_step_images": int, "waiting": str, "drift": dict,
+    "stalled": type(None), "cameras": list,
     "groups": list, "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
 }  # fmt: skip
 

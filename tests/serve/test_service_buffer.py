@@ -69,6 +69,20 @@ def test_ready_counts_what_no_step_has_used():
     assert buffer.arrived == 0 and not buffer.ready(64)
 
 
+def test_missing_is_what_the_next_step_takes_at_most():
+    buffer = Buffer(400)
+    for images in (*[86] * 3, *[171] * 3):  # from the fourth step on, used images take up the room
+        for number in range(images):
+            assert 0 < buffer.missing(64) <= 128 and not buffer.ready(64), number
+            before = buffer.missing(64)
+            buffer.add("a", torch.zeros(1))
+            assert buffer.missing(64) <= before
+            if buffer.ready(64):
+                break
+        assert buffer.missing(64) == 0 and number <= images
+        buffer.take(64)
+
+
 def test_images_are_copied():
     buffer = Buffer(16)
     image = torch.zeros(4)

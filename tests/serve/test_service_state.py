@@ -161,7 +161,8 @@ def test_state_of_another_model_method_or_of_other_options(source, serve, tmp_pa
     adapt(first, 1)
     first.close(WAIT)
     other = serve("tent", start=False)
-    with pytest.raises(ValueError, match="is a state of 'cafe', but this is 'tent'; choose another folder"):
+    cure = "start with `method` 'cafe' to go on from it, or choose another folder"
+    with pytest.raises(ValueError, match=f"is a state of 'cafe', but this is 'tent'; {cure}"):
         other.start()
     other.close(WAIT)
     stranger = cafe.create("infomax", cafe.split_classifier(make_network(seed=5)))

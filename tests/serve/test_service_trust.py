@@ -8,7 +8,7 @@ import torch
 
 import cafe_tta as cafe
 from cafe_tta.serve import Service, Settings
-from cafe_tta.serve.buffer import NEWCOMERS, Buffer
+from cafe_tta.serve.buffer import FEW, NEWCOMERS, Buffer
 from cafe_tta.serve.cameras import FOUNDING_STEPS, NEWCOMER, TRUST_STEPS, Camera
 from cafe_tta.serve.credentials import LOOK_EVERY, Credentials
 from cafe_tta.serve.events import OTHERS
@@ -166,12 +166,13 @@ def test_newcomers_count_no_more_than_one_camera_in_a_step():
     buffer = Buffer(4096)
     for name in ("a", "b", "c"):
         fill(buffer, name, 16)  # four of each validate
-    fill(buffer, NEWCOMERS, 1000)
+    fill(buffer, NEWCOMERS, 200)
     assert buffer.arrived == 3 * 12 + 12  # they bring about a step no sooner than a fourth camera would
     assert buffer.ready(48) and not buffer.ready(49)
-    taken = [item.owner for item in buffer.take(256)]
+    assert [buffer.missing(count) for count in (48, 49, 64)] == [0, 1, 16]
+    taken = [item.owner for item in buffer.take(48)]
     assert {owner: taken.count(owner) for owner in set(taken)} == {"a": 12, "b": 12, "c": 12, NEWCOMERS: 12}
-    validating = [item.owner for item in buffer.validation(256)]
+    validating = [item.owner for item in buffer.validation(48)]
     assert validating.count(NEWCOMERS) == validating.count("a") == 4
 
 
@@ -184,6 +185,98 @@ def test_newcomers_alone_bring_about_steps_as_rarely_as_one_camera_of_many():
     buffer.take(16)
     fill(buffer, NEWCOMERS, 400)  # the others are silent
     assert buffer.arrived == 100
+    fill(buffer, "a", 4)  # nearly silent: that makes newcomers wait no longer
+    assert buffer.arrived == 100
+    fill(buffer, "a", 200)
+    assert buffer.arrived == 153 + 153  # as a second camera like the busiest
+
+
+@pytest.mark.parametrize("known", [1, 4, 12])
+def test_nearly_silent_cameras_do_not_keep_a_busy_new_one_waiting_for_ever(known):
+    count, buffer = 64, Buffer(1024)
+    for number in range(known):
+        fill(buffer, f"known-{number}", 2)
+    sent = 0
+    while buffer.missing(count):
+        fill(buffer, NEWCOMERS, 1)
+        sent += 1
+        assert sent <= 4 * count * (known + 1)  # whatever becomes of the others
+    assert sent > count * (known + 1)  # as rarely as one camera of many, at the most
+    owners = [item.owner for item in buffer.take(count)]
+    assert len(owners) >= count // FEW
+    assert owners.count(NEWCOMERS) == max(2, count // FEW - 2 * known)  # no more of them than the step needs
+    validating = [item.owner for item in buffer.validation(count)]
+    assert validating.count(NEWCOMERS) == len(validating) >= count // FEW
+
+
+def test_late_camera_earns_its_trust_beside_a_known_one_that_sends_an_image_now_and_then(serve):
+    service = serve(step_images=64)
+    while service._cameras.steps < FOUNDING_STEPS:
+        send(service, "gate")
+    for number in range(200):
+        send(service, "gate", 1, seed=number)
+        send(service, "late", 31, seed=number)
+        if service._cameras.touch("late").settled:
+            break
+    assert camera_of(service, "late")["trusted"] and service._cameras.steps >= FOUNDING_STEPS + TRUST_STEPS
+    assert number >= TRUST_STEPS * 64 // 31  # it waited for it: no sooner than a camera that is trusted
+
+
+def test_a_restart_before_the_second_step_does_not_end_the_beginning(serve, tmp_path):
+    first = serve(state=tmp_path, step_images=256, buffer_images=1024)
+    send(first, "gate-1", 40)
+    first.close(WAIT)
+    second = serve(state=tmp_path, step_images=256, buffer_images=1024)
+    send(second, "gate-1", 40)
+    send(second, "gate-2", 2 * NEWCOMER)
+    assert camera_of(second, "gate-2")["trusted"]
+    assert second.status()["steps"]["accepted"] == 0
+    send(second, "gate-2", 330 - 72, seed=1)
+    assert second.status()["steps"]["accepted"] == 0
+    send(second, "gate-2", 20, seed=2)
+    assert second.status()["steps"]["accepted"] == 1
+
+
+def test_status_says_how_many_images_the_next_step_takes(serve):
+    service = serve(step_images=48, judge=True)
+    status = service.status()
+    assert (status["next_step_images"], status["waiting"]) == (64, "about 64 more images")
+    send(service, "gate", 40)
+    assert service.status()["next_step_images"] == pytest.approx(24, abs=1)  # one image in four validates
+    send(service, "gate", 22, seed=1)
+    assert service.status()["steps"]["accepted"] == 0 and 0 < service.status()["next_step_images"] <= 4
+    send(service, "gate", 4, seed=2)
+    assert sum(service.status()["steps"].values()) == 1
+    service._patience = 4
+    assert (
+        "about 256 more images (4 times as many as usual, after steps that came to nothing)"
+        in (service.status()["waiting"])
+    )
+    service.pause()
+    assert service.status()["next_step_images"] is service.status()["waiting"] is None
+
+
+def test_status_names_the_new_cameras_that_count_as_one(serve):
+    service = serve(step_images=16)
+    while service._cameras.steps < FOUNDING_STEPS:
+        send(service, "gate")
+    send(service, "gate", 2, seed=77)
+    for number in range(5):
+        send(service, f"late-{number}", 1, seed=number)
+    assert service.status()["waiting"].endswith(
+        "; late-0, late-1, late-2 and 2 more are new: all new cameras together count as one of 2 until they are trusted"
+    )
+
+
+def test_status_says_that_a_saved_state_waits_to_be_judged(serve, tmp_path):
+    first = serve(state=tmp_path)
+    step(first, "gate")
+    first.close(WAIT)
+    second = serve(state=tmp_path, judge=True)
+    send(second, "gate", 5)
+    assert second.status()["waiting"] == "11 more images, on which the saved state is judged"
+    send(second, "gate", 11, seed=1)
+    assert second.status()["waiting"].startswith("about ")
 
 
 # What a camera's images did

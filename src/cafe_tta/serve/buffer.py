@@ -12,6 +12,7 @@ from cafe_tta.judge import PANEL
 
 VALIDATION_EVERY = 4  # every fourth image of a camera is a validation image: snapshots are judged on it
 NEWCOMERS = ""  # the owner of the share that new and unknown cameras have in common: no camera has this name
+FEW = 4  # a step on this part of its images is better than none, where most cameras are silent
 REUSE = 4  # steps that an image takes part in at most: the model must not overfit the few images of quiet cameras
 
 
@@ -50,7 +51,7 @@ class Buffer:
     the model is never adapted to.
 
     The share of the newcomers counts no more than that of one camera: in a step, among the validation images, and for
-    when the next step is due.
+    when the next step is due. Cameras that are nearly silent do not keep it waiting for ever.
     """
 
     def __init__(self, capacity: int, per_camera: int | None = None, max_shares: int = 1024, seed: int = 0) -> None:
@@ -69,10 +70,14 @@ class Buffer:
     @property
     def arrived(self) -> int:
         """Images since the last step, without validation images; those of newcomers as if they were one camera."""
-        if self._own_arrived:
-            return self._own_arrived + min(self._shared_arrived, self._most_arrived)
-        own = len(self._shares) - (NEWCOMERS in self._shares)
-        return self._shared_arrived // (own + 1)  # alone, they bring about steps as rarely as one camera of many would
+        together = self._own_arrived + min(self._shared_arrived, self._most_arrived)
+        # Beside silent cameras, newcomers bring about steps as rarely as one camera of many would.
+        return max(together, self._shared_arrived // self.num_voices)
+
+    @property
+    def num_voices(self) -> int:
+        """Cameras with a share of their own, and all newcomers as one more."""
+        return len(self._shares) - (NEWCOMERS in self._shares) + 1
 
     def _forget_arrivals(self) -> None:
         for share in self._shares.values():
@@ -132,10 +137,25 @@ class Buffer:
 
     def ready(self, count: int) -> bool:
         """Whether `count` unused images wait; where most cameras are silent, a quarter of them is enough."""
+        return self._unused_missing(count) <= 0
+
+    def missing(self, count: int, rounds: int = 1) -> int:
+        """Images, without validation images, that are wanted until a step is due: `rounds` times `count`, and `ready`.
+
+        Images of cameras with a share of their own; of newcomers it may take more.
+        """
+        return max(0, rounds * count - self.arrived, self._unused_missing(count))
+
+    def _unused_missing(self, count: int) -> int:
         own = [share.unused() for owner, share in self._shares.items() if owner != NEWCOMERS]
         shared = self._shares[NEWCOMERS].unused() if NEWCOMERS in self._shares else 0
-        unused = sum(own) + (min(shared, max(own)) if any(own) else shared)
-        return unused >= count or (self.arrived >= 2 * count and unused >= count // 4)
+        unused = sum(own) + _most_of_newcomers(count, own, shared)
+        lacking, few = count - unused, max(2 * count - self.arrived, count // FEW - unused)
+        # Where there is no room for as many, new images take the places of unused ones too.
+        shares = list(self._shares.values()) or [_Share()]
+        sending = [share for share in shares if share.arrived] or shares
+        room = sum(max(0, self._limit(validates=False) - len(share.waiting)) for share in sending)
+        return few if lacking > room else min(lacking, few)
 
     def validation(self, count: int) -> list[Item]:
         """Draws validation images, the same number from each camera as far as they have them."""
@@ -175,9 +195,9 @@ class Buffer:
             self._random.shuffle(items)
             if fresh_first:
                 items.sort(key=lambda item: item.uses)
-        largest = max((len(items) for owner, items in by_owner.items() if owner != NEWCOMERS), default=0)
-        if largest and NEWCOMERS in by_owner:
-            del by_owner[NEWCOMERS][largest:]
+        if NEWCOMERS in by_owner:
+            own = [len(items) for owner, items in by_owner.items() if owner != NEWCOMERS]
+            del by_owner[NEWCOMERS][_most_of_newcomers(count, own, len(by_owner[NEWCOMERS])) :]
         pools = list(by_owner.values())
         self._random.shuffle(pools)  # decides who gets the images that cannot be divided
         pools.sort(key=len)
@@ -192,6 +212,14 @@ class Buffer:
         part = max(largest.waiting, largest.validation, key=len)
         part.pop(self._random.randrange(len(part)))
         self._size -= 1
+
+
+def _most_of_newcomers(count: int, own: Sequence[int], shared: int) -> int:
+    """How many of the `shared` images of newcomers may be among `count`, beside those of other cameras.
+
+    As many as the camera with the most of them has, or what is missing for a quarter; all where there are no others.
+    """
+    return min(shared, max(*own, count // FEW - sum(own))) if any(own) else shared
 
 
 def panels(items: Sequence[Item]) -> list[list[int]]:

@@ -28,6 +28,7 @@ def build(settings: Settings, say: Callable[[str], None] = lambda _: None) -> Bu
     config = settings.config()
     if settings.needs == "data":
         raise ValueError(f"{settings.method} needs labelled source images while it adapts, which a server has not")
+    say(f"loading {settings.model or 'the embedded digits'}, to be adapted with {settings.method}")
     model, sources = _embedded(settings, say) if settings.model is None else _named(settings, say)
     adapter = settings.adapter(model, sources, config)
     service = Service(adapter, replace(settings, name=settings.name or _name(settings.model)), sources.get("stats"))

@@ -121,7 +121,7 @@ class Cameras:
         self._settings, self._reference, self._buffer, self._lock = settings, reference, buffer, lock
         self._rows = max(RECENT, FEATURE_BYTES // (8 * num_features))  # of features and source features alike
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
-        self.steps = 0  # that were taken or refused
+        self.steps = 0  # that were taken or refused; of earlier runs, those that were accepted
         self._founders: frozenset[str] = frozenset()  # of an earlier run
         self.crowd = Camera(NEWCOMERS)  # all that are not trusted, as one camera
         self.divergences: Tensor | None = None  # (K,): of each feature group of recent images, as they were answered
@@ -143,7 +143,7 @@ class Cameras:
         if camera is None:
             if len(self._cameras) >= self._settings.max_cameras:
                 self._make_room()
-            founding = not self._founders and self.steps < FOUNDING_STEPS
+            founding = self.steps < FOUNDING_STEPS
             camera = self._cameras[name] = Camera(name, founder=founding or name in self._founders)
         self._cameras.move_to_end(name)
         camera.last_seen = time.time()
@@ -162,9 +162,11 @@ class Cameras:
         """Names that need not earn their trust again in the next run."""
         return sorted(camera.name for camera in self if camera.settled)
 
-    def found(self, names: Iterable[str]) -> None:
-        """Takes up the names that were trusted in an earlier run."""
+    def found(self, names: Iterable[str], steps: int) -> None:
+        """Takes up the names that were trusted in earlier runs, and how many steps had been accepted in them."""
         self._founders = frozenset(names)
+        if self._founders:  # else there is nobody whose trust the beginning could endanger
+            self.steps = steps
 
     def count_step(self) -> None:
         """Notes which cameras have sent images before a step."""

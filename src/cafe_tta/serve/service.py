@@ -15,7 +15,7 @@ from cafe_tta.adapter import Adapter
 from cafe_tta.judge import PANEL
 from cafe_tta.serve import status
 from cafe_tta.serve.adaptation import Adaptation, Outcome
-from cafe_tta.serve.buffer import NEWCOMERS, Buffer, Item
+from cafe_tta.serve.buffer import NEWCOMERS, VALIDATION_EVERY, Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
 from cafe_tta.serve.events import Events
 from cafe_tta.serve.settings import Settings
@@ -28,6 +28,7 @@ from cafe_tta.source.images import ImageCheck
 TICK = 2.0  # seconds between two points of the series
 MOST_PATIENCE = 8  # largest factor by which refused steps raise the number of images needed for the next step
 NAMED = 8  # cameras that one event names
+LEAST_VALIDATION = 2 * PANEL  # images without which a step cannot be judged
 FIRST_IMAGES = 2 * PANEL  # that a restored state is judged on before it answers
 
 
@@ -184,7 +185,7 @@ class Service:
             restored = self._snapshots.restore(judged=self.settings.judge)
             self._events.extend(restored.events)
             self._opted_out |= set(restored.opted_out)
-            self._cameras.found(restored.trusted)
+            self._cameras.found(restored.trusted, restored.steps)
             self._record_problems()
             self._record("started", f"started with {self.method}{restored.text}")
             if self._snapshots.candidate is not None:
@@ -292,6 +293,8 @@ class Service:
                 "answered": self._answered,
                 "adapted_images": self._adapted_images,
                 "steps": dict(self._steps),
+                "next_step_images": self._images_to_step(),
+                "waiting": self._waiting() or None,
                 "drift": {name: finite(drift) for name, drift in self._cameras.drift.items()},
                 "stalled": self._stalled or None,
                 "cameras": status.describe_cameras(
@@ -391,7 +394,28 @@ class Service:
         wanted = self.settings.step_images
         if self._buffer.arrived < wanted * self._patience or not self._buffer.ready(wanted):
             return False
-        return not self.settings.judge or self._buffer.num_validation() >= 2 * PANEL  # else the step cannot be judged
+        return not self.settings.judge or self._buffer.num_validation() >= LEAST_VALIDATION
+
+    def _images_to_step(self) -> int | None:
+        """About how many more images the next step takes, validation images among them; 0 where it is due."""
+        if not self._adapting:
+            return None
+        part = self._buffer.missing(self.settings.step_images, self._patience)
+        images = -(-part * VALIDATION_EVERY // (VALIDATION_EVERY - 1))
+        if self.settings.judge:
+            images = max(images, VALIDATION_EVERY * (LEAST_VALIDATION - self._buffer.num_validation()))
+        return images
+
+    def _waiting(self) -> str:
+        """What the next step waits for, in words; empty where it is due, or none will be taken."""
+        if self._adapting and self._snapshots.candidate is not None:
+            return f"{FIRST_IMAGES - len(self._first)} more images, on which the saved state is judged"
+        images = self._images_to_step()
+        if not images:
+            return ""
+        new = [c.name for c in self._cameras if c.fresh and c.adapted and not self._cameras.trusts(c)]
+        voices = self._buffer.num_voices
+        return status.describe_waiting(images, self._patience, new if voices > 1 else [], voices)
 
     def _due(self) -> bool:
         return self._enough() and time.monotonic() >= self._not_before

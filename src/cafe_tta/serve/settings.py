@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cafe_tta.methods.choice import METHOD_HELP, METHOD_PANEL, MethodOptions
+from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.models.names import NAMES
 from cafe_tta.options import combine, describe, did_you_mean, option
@@ -40,7 +40,6 @@ class Settings(MethodOptions, ModelOptions):
         panel=_MODEL,
         metavar="MODEL",
     )
-    method: str = option("cafe", METHOD_HELP, panel=METHOD_PANEL)
     name: str | None = option(
         None,
         "Name of the model in the server's addresses. The name of its file or architecture if not given.",

@@ -197,6 +197,7 @@ class Restored:
     events: Sequence[Event] = ()
     opted_out: Sequence[str] = ()
     trusted: Sequence[str] = ()
+    steps: int = 0  # that were accepted
 
 
 # All of them together
@@ -385,7 +386,7 @@ class Snapshots:
             self.candidate = None
         elif not judged:
             self.take(meta.version, saved.tensors, meta.learnt_from)
-        return Restored(text, meta.events, meta.opted_out, meta.trusted)
+        return Restored(text, meta.events, meta.opted_out, meta.trusted, meta.highest)
 
     def problems(self) -> list[str]:
         """Why saved states were passed over since this was last asked."""
@@ -448,6 +449,7 @@ class Snapshots:
         other = f"{saved.path.name} cannot be used: it"
         cure = "choose another folder for the state, or empty this one"
         if theirs.method != ours["method"]:
-            raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {cure}")
+            asked = f"start with `method` {theirs.method!r} to go on from it, or {cure}"
+            raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {asked}")
         if difference := describe_difference(theirs.classifier, ours["classifier"]):
             raise ValueError(f"{other} does not belong to this classifier: {difference}; {cure}")

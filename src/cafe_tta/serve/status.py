@@ -11,7 +11,24 @@ from torch import Tensor
 from cafe_tta.serve.cameras import Camera, Cameras, finite
 
 MOST_SHIFTED = 8  # feature groups that are shown
+NAMED = 3  # new cameras that the reason for waiting names
 SERIES, REQUESTS = 300, 10_000  # how many points, and how many requests within a point, are kept
+
+
+def describe_waiting(images: int, patience: int, newcomers: Sequence[str], num_voices: int) -> str:
+    """What the next step waits for, in words.
+
+    >>> describe_waiting(234, 1, ["gate-2"], 2)
+    'about 234 more images; gate-2 is new: all new cameras together count as one of 2 until they are trusted'
+    """
+    text = f"about {images} more image{'s' if images > 1 else ''}"
+    if patience > 1:
+        text += f" ({patience} times as many as usual, after steps that came to nothing)"
+    if newcomers:
+        more = f" and {len(newcomers) - NAMED} more" if len(newcomers) > NAMED else ""
+        text += f"; {', '.join(newcomers[:NAMED])}{more} {'is' if len(newcomers) == 1 else 'are'} new: all new cameras "
+        text += f"together count as one of {num_voices} until they are trusted"
+    return text
 
 
 def describe_cameras(

@@ -19,7 +19,7 @@ from cafe_tta.serve.http.batcher import Batcher, Work
 from cafe_tta.serve.http.body import Lease, PendingBytes, pack, read_body
 from cafe_tta.serve.http.metrics import Metrics
 from cafe_tta.serve.http.middleware import ServeError, check_site
-from cafe_tta.serve.http.plain import is_plain, read_plain
+from cafe_tta.serve.http.plain import is_plain, read_plain, recognised
 from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply, shown
 from cafe_tta.serve.service import Service
 
@@ -161,7 +161,7 @@ class Inference:
                 self.service.observe(count.images, seconds)
 
     async def _parse(self, request: Request, body: bytearray) -> InferRequest:
-        content_type = request.headers.get("content-type", "")
+        content_type = recognised(body, request.headers.get("content-type", ""))
         if is_plain(content_type):
             return read_plain(body, content_type, request.query_params, self.signature)
         header = request.headers.get("inference-header-content-length")

@@ -114,7 +114,8 @@ class _OfService(Collector):
         for outcome, count in status["steps"].items():
             steps.add_metric([outcome], count)
         yield steps
-        yield CounterMetricFamily("cafe_tta_adapted_images", "Images adapted to.", value=status["adapted_images"])
+        adapted = "Images that were taken for adapting; a quarter of them validates the steps."
+        yield CounterMetricFamily("cafe_tta_adapted_images", adapted, value=status["adapted_images"])
         yield GaugeMetricFamily("cafe_tta_model_version", "Number of the state that answers.", value=status["version"])
         yield GaugeMetricFamily(
             "cafe_tta_adapting", "1 while the model adapts.", value=float(status["state"] == "adapting")

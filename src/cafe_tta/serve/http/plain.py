@@ -17,6 +17,7 @@ from cafe_tta.serve.http.protocol import (
 
 FILES = tuple(IMAGE_FILES)
 FORM = "multipart/form-data"
+MAGIC = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG\r\n\x1a\n": "image/png"}  # how files begin
 FIELDS = {  # of a form, or of the address
     "camera": "Name of the camera.",
     "adapt": "false: answer these images, learn nothing from them.",
@@ -35,6 +36,17 @@ def is_plain(content_type: str) -> bool:
     """
     kind = _kind(content_type)
     return kind == FORM or kind.startswith("image/")
+
+
+def recognised(body: bytes | bytearray, content_type: str) -> str:
+    """The content type of a body, which for an image file need not be given: curl gives that of a form.
+
+    >>> recognised(bytes.fromhex("ffd8ffe0"), "application/x-www-form-urlencoded"), recognised(b"{}", "")
+    ('image/jpeg', '')
+    """
+    if is_plain(content_type):
+        return content_type
+    return next((kind for beginning, kind in MAGIC.items() if body.startswith(beginning)), content_type)
 
 
 def read_plain(body: bytearray, content_type: str, query: Mapping[str, str], signature: Signature) -> InferRequest:

@@ -205,7 +205,7 @@ function tiles(s) {
   const without = known(source) ? ` · ${figure(source)} without adapting` : "";
   write("drift-more", s.images ? judgement.word + without : "no images yet");
   write("images", short(s.images));
-  write("images-more", s.images ? `${short(s.adapted_images)} learnt from` : "no images yet");
+  write("images-more", s.images ? `${short(s.adapted_images)} taken for adapting` : "no images yet");
   const last = (s.series || []).at(-1) || {};
   write("rate", known(last.images_per_second) ? figure(last.images_per_second) : "–");
   unit("latency", known(last.latency_p50_ms) ? figure(last.latency_p50_ms) : "–", known(last.latency_p50_ms) ? " ms" : "");
@@ -213,6 +213,7 @@ function tiles(s) {
   const steps = s.steps || {};
   write("steps", short(steps.accepted || 0));
   write("steps-more", `${short(steps.refused || 0)} refused · ${short(steps.rolled_back || 0)} rolled back`);
+  write("waiting", s.waiting ? `The next step waits for ${s.waiting}.` : "");
 }
 function unit(id, text, small) {
   byId(id).replaceChildren(text, html("small", {}, small));
