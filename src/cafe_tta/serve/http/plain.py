@@ -5,7 +5,6 @@ from email.message import Message
 
 from cafe_tta.serve.http.middleware import ServeError, bad_request
 from cafe_tta.serve.http.protocol import (
-    IMAGE_FILES,
     ON_DEMAND,
     OUTPUTS,
     InferRequest,
@@ -15,9 +14,9 @@ from cafe_tta.serve.http.protocol import (
     with_files,
 )
 
-FILES = tuple(IMAGE_FILES)
 FORM = "multipart/form-data"
 MAGIC = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG\r\n\x1a\n": "image/png"}  # how files begin
+FILES = tuple(MAGIC.values())
 FIELDS = {  # of a form, or of the address
     "camera": "Name of the camera.",
     "adapt": "false: answer these images, learn nothing from them.",
