@@ -40,7 +40,7 @@ def run(*args, code=0):
     result = runner.invoke(app, [str(arg) for arg in args])
     assert result.exit_code == code, result.output
     if code == 2:
-        assert re.fullmatch(r"(images are read at .+\n)?error: .+\n", result.stderr), result.stderr
+        assert re.fullmatch(r"(loading .+\n)?(images are read at .+\n)?error: .+\n", result.stderr), result.stderr
         assert result.stdout == ""
     return result
 

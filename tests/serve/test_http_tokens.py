@@ -137,8 +137,8 @@ def test_missing_list_is_one_line(files, tmp_path):
 def test_camera_is_undone_and_a_stall_is_shown(files, tmp_path):
     """An operator sees that nothing comes of adapting, looks at the steps, and undoes the camera."""
     options = (
-        "--no-gate", "--no-judge", "--step-images", "16", "--validation-images", "16", "--buffer-images", "256",
-        "--set", "normalisation=source",
+        "--method", "cafe", "--no-gate", "--no-judge", "--step-images", "16", "--validation-images", "16",
+        "--buffer-images", "256", "--set", "normalisation=source",
     )  # fmt: skip
     random = np.random.default_rng(0)
     arguments = ("--model", files.model, "--stats", files.stats, *options)
