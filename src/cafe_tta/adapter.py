@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta import storage
-from cafe_tta.classifier import SplitClassifier, describe_difference, require_classifier, why_unreadable
+from cafe_tta.classifier import SplitClassifier, describe_difference, reading, require_classifier
 from cafe_tta.clusters import THRESHOLD
 from cafe_tta.display import Displayed
-from cafe_tta.distributed import RankError, Ranks, here
+from cafe_tta.distributed import Ranks, here
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import Options, describe, option, require_known
 from cafe_tta.source import SourceValue, SourceWarning, source_kind
@@ -531,19 +531,15 @@ class Adapter(Displayed, nn.Module):
             features, logits = self.run(self.ranks.stand_in(images))
             return features[:0], logits[:0]
         features, logits = self._pass(images)
-        if self.normaliser.answered(logits):
+        if self.normaliser.answered(logits):  # once more, with the statistics that it relies on now
             self.normaliser.adapting(update=False)
             features, logits = self._pass(images)
         return features, logits
 
     def _pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        try:
+        with reading(images):
             self.normaliser.look(images)
             return self.classifier.features_and_logits(images)
-        except (torch.OutOfMemoryError, RankError):
-            raise
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(why_unreadable(images, error)) from error
 
     # Many processes that adapt as one: see docs/scale.md
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from cafe_tta.distributed import RankError
 from cafe_tta.storage import tensor_digest
 
 
@@ -244,14 +245,23 @@ def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def why_unreadable(images: Tensor, error: Exception) -> str:
-    """What to say of images on which a network raised an error.
+@contextmanager
+def reading(images: Tensor) -> Iterator[None]:
+    """Around a forward pass: what a network raises for images that it cannot read becomes a ValueError that says so.
 
-    >>> why_unreadable(torch.zeros(3, 32, 32), ValueError("expected 4D input"))
-    'the classifier cannot read images of shape (3, 32, 32): expected 4D input; is it one image? Pass image[None]'
+    >>> with reading(torch.zeros(3, 32, 32)):
+    ...     raise RuntimeError("expected 4D input")
+    Traceback (most recent call last):
+    ValueError: the classifier cannot read images of shape (3, 32, 32): expected 4D input; is it one image? Pass
+    image[None]
     """
-    hint = "; is it one image? Pass image[None]" if images.dim() == 3 else ""
-    return f"the classifier cannot read images of shape {tuple(images.shape)}: {error}{hint}"
+    try:
+        yield
+    except (torch.OutOfMemoryError, RankError):
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        hint = "; is it one image? Pass image[None]" if images.dim() == 3 else ""
+        raise ValueError(f"the classifier cannot read images of shape {tuple(images.shape)}: {error}{hint}") from error
 
 
 def _is_pointwise(layer: nn.Module) -> bool:

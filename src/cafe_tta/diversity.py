@@ -21,6 +21,10 @@ PRIOR = 16.0  # images that are taken to have come before the first, of all clas
 EVIDENCE = 32  # images: nothing is doubted before as many have come
 FEW, MANY = 0.45, 0.75  # on the way from one class to those expected: below, nothing is trusted; above, everything
 TRUSTED = 0.5  # of 1: what is trusted less is not learnt from
+EXPECTED = (  # the text of the option
+    f"Effective number of classes to expect in any {REACH} consecutive images; by default those of the model, at most "
+    f"{ENOUGH}. While the answers show far fewer, images are normalised as in training. 1 turns this off."
+)
 
 
 class Diversity:
@@ -59,6 +63,7 @@ class Diversity:
 
     @property
     def trusted(self) -> bool:
+        """Whether they can be learnt from."""
         return self.trust >= TRUSTED
 
     def follow(self, predictions: Tensor) -> None:

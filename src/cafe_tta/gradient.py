@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cafe_tta import losses
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.classifier import SplitClassifier
+from cafe_tta.diversity import EXPECTED
 from cafe_tta.mixture import NO_MIXTURE, Mixture
 from cafe_tta.normalisation import Normalisation, Normaliser, batchnorm_layers, norm_parameters
 from cafe_tta.options import option
@@ -48,13 +49,7 @@ class StepConfig(AdapterConfig):
         " fewer follow moving weights.",
         least=1,
     )
-    unmix_classes: float | None = option(
-        None,
-        "Effective number of classes that any 64 images of the stream can be expected to have, for normalisation=unmix:"
-        " by default all, ten at most. While the answers are of far fewer, images are normalised as in training. 1 "
-        "switches this off.",
-        least=1,
-    )
+    unmix_classes: float | None = option(None, f"For normalisation=unmix: {EXPECTED}", least=1)
     blend: float = option(0.5, "Weight of the batch's statistics, for normalisation=blend.", least=0, most=1)
     answer: Literal["before", "after", "after-eval"] = option(
         "before",

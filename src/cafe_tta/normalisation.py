@@ -109,7 +109,7 @@ class Normaliser:
             self.by_image.look(images, self.updating)
 
     def answered(self, logits: Tensor) -> bool:
-        """Is shown the answers of every pass after it, and says whether they show that it normalised wrongly."""
+        """Is shown the answers of every pass. True where they show that other statistics should have been used."""
         return self.unmixer is not None and self.unmixer.answered(logits)
 
     def leave(self, model: nn.Module) -> None:

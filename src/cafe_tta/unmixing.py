@@ -136,7 +136,7 @@ class Unmixer:
         return counts
 
     def answered(self, logits: Tensor) -> bool:
-        """Is told the answers of the pass; whether they show that the images, which it trusted, are of few classes."""
+        """Follows the answers of the pass. True where they show, as earlier ones did not, images of few classes."""
         if not self._follows:
             return False
         trusted = self.diversity.trusted

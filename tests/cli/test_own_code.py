@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cafe_tta import METHODS, bench, checks, copies, data, models, plugins
 from cafe_tta.bench import PROTOCOLS
+from cafe_tta.bench.provenance import file_digest
 from cafe_tta.cli import app
 from cafe_tta.corruptions import CORRUPTIONS, corrupt, corruption_name
 from cafe_tta.models.classes import read_classes
@@ -212,6 +213,7 @@ def test_numbers_of_a_method_that_was_changed_since_are_not_taken_for_its_own(re
     run(*bench)
     assert "2 of 2 runs are done already" in run(*bench).stderr
     mine.write_text(EXAMPLE.read_text() + "\n# another loss\n")
+    file_digest.cache_clear()  # a new process
     said = run(*bench, code=2).stderr
     assert "(sharpen, seed 0) was recorded before the file of sharpen was changed; choose another folder" in said
     assert len(records("results")) == 2 and "method" not in records("results")[0]["code"]

@@ -46,7 +46,13 @@ def method_digest(method: type) -> str | None:
     except TypeError:  # built in
         return None
     outside = path.is_file() and PACKAGE not in path.resolve().parents
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if outside else None
+    return file_digest(path.resolve()) if outside else None
+
+
+@cache  # as `code`
+def file_digest(path: Path) -> str:
+    """A hash of a file as it was when this process first asked."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

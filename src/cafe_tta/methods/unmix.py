@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.clusters import THRESHOLD
+from cafe_tta.diversity import EXPECTED
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
@@ -37,12 +38,7 @@ class UnmixConfig(AdapterConfig):
         "deviations along the line between them.",
         above=0,
     )
-    classes: float | None = option(
-        None,
-        "Effective number of classes that any 64 images of the stream can be expected to have: by default all, ten at "
-        "most. While the answers are of far fewer, images are normalised as in training. 1 switches this off.",
-        least=1,
-    )
+    classes: float | None = option(None, EXPECTED, least=1)
 
     @property
     def unmixes(self) -> bool:

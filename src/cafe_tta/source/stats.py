@@ -15,9 +15,9 @@ from cafe_tta.classifier import (
     SplitClassifier,
     describe_difference,
     evaluating,
+    reading,
     require_classifier,
     require_match,
-    why_unreadable,
 )
 from cafe_tta.models import Preprocessing
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
@@ -108,7 +108,8 @@ class FeatureStats(MadeOfImages):
             for number, batch in enumerate(loader):
                 images = images_of(batch, key).to(weights)
                 record = record.seen(images)
-                features = _features(classifier, images)
+                with reading(images):
+                    features = classifier.backbone(images)  # (B, D)
                 if not torch.isfinite(features).all():
                     raise ValueError(
                         f"batch {number} of the source images gives features that are NaN or infinite; "
@@ -346,17 +347,6 @@ def _check_moments(mean: Tensor, cov: Tensor) -> None:
         raise ValueError(f"expected shapes (D,) and (D, D), but got {tuple(mean.shape)} and {tuple(cov.shape)}")
     if not (torch.isfinite(mean).all() and torch.isfinite(cov).all()):
         raise ValueError("expected a finite mean and covariance, but got NaN or infinite values")
-
-
-def _features(classifier: SplitClassifier, images: Tensor) -> Tensor:
-    """The features (B, D) of a batch. Raises ValueError for images that the classifier cannot read."""
-    try:
-        features: Tensor = classifier.backbone(images)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise ValueError(why_unreadable(images, error)) from error
-    return features
 
 
 def _from_sums(sums: "FeatureSums", meta: Mapping[str, Any]) -> FeatureStats:
