@@ -9,6 +9,7 @@
 `EXPERIMENTS`, `DATASETS` and `PROTOCOLS` are dictionaries that one can read, and add to.
 """
 
+from cafe_tta.bench import rates as rates
 from cafe_tta.bench import report as report
 from cafe_tta.bench.experiments import DATASETS as DATASETS
 from cafe_tta.bench.experiments import EXPERIMENTS as EXPERIMENTS

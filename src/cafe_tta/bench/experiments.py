@@ -347,6 +347,20 @@ def parse_options(settings: Iterable[str], methods: str | Iterable[str] | None =
     return options
 
 
+def labelled(label: str, setting: str) -> str:
+    """The label of a row with one more option.
+
+    >>> labelled("tent", "lr=0.1"), labelled("tent(every=2)", "lr=0.1")
+    ('tent(lr=0.1)', 'tent(every=2,lr=0.1)')
+    """
+    return f"{label[:-1]},{setting})" if label.endswith(")") else f"{label}({setting})"
+
+
+def usual_config(name: str, dataset: str, mode: str) -> Any:
+    """The options of a method in an experiment where nobody sets any; on images of the user's own, those for CIFAR."""
+    return configure(name, _fitting(name, _preset(DATASETS.get(dataset, _CIFAR), cast(Mode, mode))))
+
+
 def _row(label: str, preset: str, options: Mapping[str, Mapping[str, Any]]) -> Row:
     text, own = _split_row(label)
     name = method_name(text)

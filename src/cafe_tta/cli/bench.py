@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from cafe_tta import data as image_sets
-from cafe_tta.bench import estimate, run
+from cafe_tta.bench import estimate, rates, run
 from cafe_tta.bench.experiments import DATASETS, EXPERIMENTS, Dataset, Plan, choose_dataset, parse_options, plan
 from cafe_tta.bench.protocols import PROTOCOLS
 from cafe_tta.bench.records import RECORDS
@@ -84,6 +84,18 @@ class BenchOptions(Options):
         "passes: 3, or tent=3,cafe=4.",
         panel=_ROWS,
     )
+    rates: list[float] = option(
+        [],
+        "Run each row at these multiples of its own learning rate, such as 0.1,0.3,1,3,10: a search, for source images "
+        "with --corruptions held-out.",
+        panel=_ROWS,
+    )
+    rates_of: list[Path] = option(
+        [],
+        "A folder that was made with --rates: run each row at the learning rate that was best there. May be repeated.",
+        panel=_ROWS,
+        metavar="DIR",
+    )
     mode: str | None = option(None, "online or offline, instead of the experiment's mode.", panel=_ROWS)
     data: str | None = option(None, "Test images.", panel=_IMAGES)
     source_data: str | None = option(None, "Training images.", panel=_IMAGES)
@@ -110,8 +122,12 @@ class BenchOptions(Options):
         return choose_dataset(self.dataset, **own, **pixels)
 
     def plan(self, experiment: str) -> Plan:
+        if self.rates and self.rates_of:
+            raise ValueError(
+                "expected --rates or --rates-of, but got both: one searches, the other uses what was found"
+            )
         dataset = self.chosen_dataset()
-        return plan(
+        planned = plan(
             experiment,
             dataset,
             self.methods,
@@ -125,6 +141,9 @@ class BenchOptions(Options):
             limit=self.limit,
             corruptions=self._corruptions(dataset),
         )
+        if self.rates:
+            return rates.search(planned, self.rates)
+        return rates.best(planned, self.rates_of) if self.rates_of else planned
 
     def _batch_size(self) -> list[str]:
         return [] if self.batch_size is None else [f"batch_size={self.batch_size}"]

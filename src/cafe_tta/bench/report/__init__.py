@@ -15,6 +15,7 @@ from cafe_tta.bench.report.figures import Drawing
 from cafe_tta.bench.report.formats import to_csv, to_latex, to_markdown
 from cafe_tta.bench.report.page import to_html
 from cafe_tta.bench.report.paired import against_tables, corruption_tables
+from cafe_tta.bench.report.searched import rates_tables
 from cafe_tta.bench.report.tables import (
     DISTANCES,
     Table,
@@ -63,6 +64,7 @@ def make(paths: str | Path | Sequence[str | Path], with_paper: bool = True, agai
         *accuracy_tables(records, with_paper),
         *(against_tables(records, against) if against else ()),
         *metrics_tables(records),
+        *rates_tables(records),
         *corruption_tables(records),
         sweep_table(records, with_paper),
         *(distance_table(records, kind) for kind in DISTANCES),

@@ -16,7 +16,7 @@ from cafe_tta.bench.records import MAIN, Record
 from cafe_tta.methods import METHODS
 
 Value = Callable[[Record], float | None]
-Order = tuple[tuple[int, int, str], ...]
+Order = tuple[tuple[int, float, str], ...]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def rank(known: Iterable[str], name: str) -> tuple[int, Order]:
 def natural(text: str) -> Order:
     """Sorts numbers inside a text as numbers.
 
-    >>> sorted(["k=64", "k=128", "k=8"], key=natural)
-    ['k=8', 'k=64', 'k=128']
+    >>> sorted(["k=64", "k=128", "k=8", "k=0.5"], key=natural)
+    ['k=0.5', 'k=8', 'k=64', 'k=128']
     """
-    parts = re.split(r"(\d+)", text)
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return tuple((0, float(part), "") if part[:1].isdigit() else (1, 0, part) for part in parts if part)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
