@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+from PIL import Image
 
+from cafe_tta.data import load as load_images
 from cafe_tta.data.digits import load_digits
 
 from .serve.http_server import Server, png, shared_files
@@ -49,6 +52,21 @@ def test_the_client_prints_a_line_for_each_file(tmp_path, tmp_path_factory):
     lines = said.splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["0.png", "1.png", "2.png"]
     assert lines[3] == "last answer by version 0 of the model; 0 is the source model"
+
+
+def test_cifar10_comes_out_of_the_pictures_of_the_package(tmp_path):
+    generator = np.random.default_rng(0)
+    pictures = [*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png"]
+    pixels = {name: generator.integers(0, 256, (4, 1024, 3), dtype=np.uint8) for name in pictures}
+    for name, lines in pixels.items():
+        Image.fromarray(lines).save(tmp_path / name)
+    (tmp_path / "train_lables.json").write_text(json.dumps([number % 10 for number in range(20)]))
+    (tmp_path / "test_lables.json").write_text("[3, 1, 4, 1]")
+    said = run("cifar10_from_npm.py", tmp_path, tmp_path / "data", cwd=tmp_path)
+    assert said.splitlines()[0].endswith("cifar10_train: 20 images")
+    train, test = (load_images(f"arrays:{tmp_path}/data/cifar10_{part}") for part in ("train", "test"))
+    assert (train.images([17])[0, 2, 5] == pixels["data_batch_5.png"][1, 2 * 32 + 5]).all()
+    assert list(test.labels) == [3, 1, 4, 1] and test.classes[3] == "cat"
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.iterdir() if path.name != "README.md"))

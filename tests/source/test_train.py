@@ -1,5 +1,6 @@
 """Training of the source classifier: schedule, SWAG, resuming, and what is refused."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, split_classifier
-from cafe_tta.models import ModelOptions
+from cafe_tta.data import load as load_images
+from cafe_tta.models import ModelOptions, load, load_classifier
+from cafe_tta.models.cifar_cnn import CifarCNN
+from cafe_tta.source.recipes import RECIPES, recipe
 from cafe_tta.source.swag import SwagCollector
-from cafe_tta.source.train import Progress, TrainConfig, TrainResult, augmented, collect_swag, train
+from cafe_tta.source.train import NEWER, Progress, TrainConfig, TrainResult, augmented, collect_swag, train
 from cafe_tta.source.train_folder import TrainingRun
 
 CONFIG = TrainConfig(epochs=3, batch_size=16, lr=0.05, swag_epochs=3, swag_lr=0.02, collections_per_epoch=2)
@@ -353,3 +358,95 @@ def test_a_run_without_labels_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((3, 32, 32, 3), np.uint8))
     with pytest.raises(ValueError, match="expected labelled images, but arrays:.* has no class folders and no labels"):
         TrainingRun(f"arrays:{tmp_path}", tmp_path / "model").train()
+
+
+# Recipes
+
+
+def test_every_recipe_builds_a_network_with_at_least_256_features_and_batchnorm() -> None:
+    for name, made in RECIPES.items():
+        model = load_classifier(made.model, untrained=True)
+        assert model.classifier.num_features >= 256, name
+        assert any(isinstance(layer, nn.BatchNorm2d) for layer in model.classifier.modules()), name
+        assert model.preprocessing.size == 32, name
+    with pytest.raises(ValueError, match=r"unknown recipe 'cifar1O'; did you mean .*'cifar10'.*choose from: cifar10,"):
+        recipe("cifar1O")
+
+
+def test_the_first_layer_of_the_quick_network_whitens_patches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(50, 3, 32, 32, generator=generator).cumsum(3) / 5  # neighbours are alike
+    network = CifarCNN()
+    network.see_source(images)
+    patches = network.whitening(images).transpose(0, 1).reshape(24, -1).detach()
+    covariance = torch.cov(patches[:12])
+    assert torch.allclose(covariance, torch.eye(12), atol=0.1)
+    assert torch.equal(patches[12:], -patches[:12])
+    assert not network.whitening.weight.requires_grad and network.whitening.bias.requires_grad
+
+
+def test_blocks_of_the_quick_network_begin_near_the_identity() -> None:
+    block = CifarCNN().blocks[1]
+    activations = torch.rand(2, 64, 8, 8)
+    assert torch.allclose(block.conv1(activations)[:, :64], activations, atol=1e-6)
+
+
+def test_smoothing_nesterov_and_warmup_reach_the_step() -> None:
+    """Two steps of one batch, against the formulas."""
+    images, labels = toy_data(8)
+    config = TrainConfig(
+        epochs=2, warmup=1, batch_size=8, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0, label_smoothing=0.2,
+        swag_epochs=0, augment="none",
+    )  # fmt: skip
+    classifier = network()
+    classifier.backbone.model[5].p = 0.0  # dropout
+    twin = copy.deepcopy(classifier).train()
+    train(classifier, images, labels, config)
+    velocity = [torch.zeros_like(p) for p in twin.parameters()]
+    for lr in (0.0, 0.1):  # one step an epoch: at its start
+        targets = 0.8 * nn.functional.one_hot(labels, 3) + 0.2 / 3
+        loss = -(targets * twin(images).log_softmax(1)).sum(1).mean()
+        for p, v, g in zip(
+            twin.parameters(), velocity, torch.autograd.grad(loss, list(twin.parameters())), strict=True
+        ):
+            v.mul_(0.9).add_(g)
+            p.data -= lr * (g + 0.9 * v)
+    for a, b in zip(classifier.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_warmup_and_nesterov_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"expected `warmup` to be below `epochs` \(3\), but got 3"):
+        TrainConfig(epochs=3, warmup=3)
+    with pytest.raises(ValueError, match="expected `momentum` to be above 0 with `nesterov`, but got 0"):
+        TrainConfig(momentum=0, nesterov=True)
+
+
+def test_a_checkpoint_without_the_newer_options_goes_on(tmp_path: Path) -> None:
+    images, labels = toy_data()
+    path = tmp_path / "checkpoint.safetensors"
+
+    def interrupt(report: Progress) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(network(), images, labels, CONFIG, path, interrupt)
+    tensors, meta = storage.read(path, "training", 1)
+    meta["config"] = {name: value for name, value in meta["config"].items() if name not in NEWER}
+    storage.write(path, "training", 1, tensors, meta)
+    resumed, whole = network(), network()
+    assert_same(
+        everything(resumed, train(resumed, images, labels, CONFIG, path)),
+        everything(whole, train(whole, images, labels, CONFIG)),
+    )
+
+
+def test_the_model_file_knows_how_it_was_trained(tmp_path: Path) -> None:
+    config = TrainConfig(epochs=1, swag_epochs=0, batch_size=256, augment="crop")
+    run = TrainingRun("digits:test", tmp_path, config=config, test="digits:test", recipe="mine")
+    report = run.train()
+    training = load(tmp_path / "model.safetensors").training
+    assert training is not None
+    assert training["settings"]["recipe"] == "mine" and training["settings"]["epochs"] == 1
+    assert training["data"] == load_images("digits:test").digest()
+    assert training["test_accuracy"] == report["test_accuracy"] and training["images"] == 896

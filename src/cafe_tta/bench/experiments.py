@@ -19,6 +19,7 @@ from cafe_tta.bench.pace import Pace
 from cafe_tta.bench.protocols import PROTOCOLS, Episode, Indices, protocol_name
 from cafe_tta.copies.job import preset_for
 from cafe_tta.methods import METHODS, configure, method, method_name
+from cafe_tta.models import CIFAR
 
 Mode = Literal["online", "offline"]
 MODES: tuple[Mode, ...] = ("offline", "online")
@@ -54,9 +55,9 @@ _CIFAR = Dataset(
     source_data="cifar10:train",
     model="timm:resnet26",
     protocols=("separated", "all-mixed"),
-    size=32,
-    mean=(0.4914, 0.4822, 0.4465),
-    std=(0.2470, 0.2435, 0.2616),
+    size=CIFAR.size,
+    mean=CIFAR.mean,
+    std=CIFAR.std,
 )
 _DATASETS = (
     Dataset(

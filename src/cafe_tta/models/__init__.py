@@ -19,5 +19,6 @@ from cafe_tta.models.options import ModelOptions as ModelOptions
 from cafe_tta.models.options import channels_last as channels_last
 from cafe_tta.models.options import choose_device as choose_device
 from cafe_tta.models.options import load_classifier as load_classifier
+from cafe_tta.models.preprocessing import CIFAR as CIFAR
 from cafe_tta.models.preprocessing import IMAGENET as IMAGENET
 from cafe_tta.models.preprocessing import Preprocessing as Preprocessing

@@ -40,6 +40,7 @@ class LoadedModel:
     num_classes: int
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None = None  # their names, where the file knows them
+    training: Mapping[str, Any] | None = None  # settings, hash of the images and accuracies, where we trained it
     trained: bool = True  # False: the weights are random, because neither `weights` nor `pretrained` was given
 
 
@@ -117,7 +118,8 @@ def load(
     else:
         names = stated_classes(architecture, model, pretrained)
     trained = weights is not None or pretrained or is_own(architecture)  # which may load weights by itself
-    return LoadedModel(model.eval(), architecture, count, preprocessing, names, trained)
+    training = None if new_head else meta.get("training")
+    return LoadedModel(model.eval(), architecture, count, preprocessing, names, training, trained)
 
 
 def save(
@@ -126,8 +128,12 @@ def save(
     architecture: str,
     preprocessing: Preprocessing,
     classes: Sequence[str] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> int:
-    """Writes a model, or a `SplitClassifier` made of one, to a file that `load` reads. Returns its size in bytes."""
+    """Writes a model, or a `SplitClassifier` made of one, to a file that `load` reads. Returns its size in bytes.
+
+    `training` is what is known of its training, as JSON: `LoadedModel.training` has it again.
+    """
     tensors = _plain_tensors(model)
     num_classes = model.num_classes if isinstance(model, SplitClassifier) else num_classes_of(model, architecture)
     if classes is not None and len(classes) != num_classes:
@@ -143,6 +149,7 @@ def save(
         "num_classes": num_classes,
         "preprocessing": preprocessing.record(),
         "classes": None if classes is None else list(classes),
+        **({"training": dict(training)} if training else {}),
     }
     return storage.write(path, "model", FORMAT_VERSION, tensors, meta)
 

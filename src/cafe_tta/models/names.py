@@ -17,8 +17,9 @@ from cafe_tta import plugins
 from cafe_tta._install import missing
 from cafe_tta.models import checkpoints
 from cafe_tta.models._torchvision import import_torchvision
+from cafe_tta.models.cifar_cnn import CifarCNN
 from cafe_tta.models.digits_resnet import DigitsResNet
-from cafe_tta.models.preprocessing import IMAGENET, IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Preprocessing
+from cafe_tta.models.preprocessing import CIFAR, IMAGENET, IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Preprocessing
 from cafe_tta.normalisation import batchnorm_layers
 
 NAMES = "timm:NAME, torchvision:NAME, cafe:NAME, or package.module:function for an nn.Module of your own"
@@ -224,6 +225,7 @@ class _Own:
 
 
 _OWN = {
+    "cifar-cnn": _Own(CifarCNN, CIFAR, 10),
     "digits-resnet": _Own(DigitsResNet, Preprocessing(32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), 10),
     "resnet50-v1": _Own(  # Keras subtracts these means
         _resnet50_v1, replace(IMAGENET, mean=(123.68 / 255, 116.779 / 255, 103.939 / 255)), 1000

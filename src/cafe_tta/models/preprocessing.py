@@ -125,3 +125,4 @@ def _text(values: Rgb) -> str:
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENET = Preprocessing(224, IMAGENET_MEAN, IMAGENET_STD, resize=256)
+CIFAR = Preprocessing(32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))

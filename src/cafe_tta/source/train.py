@@ -25,6 +25,7 @@ from cafe_tta.source.swag import Posterior, SwagCollector
 CHECKPOINT_VERSION = 1
 PADDING = 4  # pixels that a random crop may move an image
 Augmentation = Literal["crop-flip", "crop", "none"]
+NEWER = {"warmup": 0.0, "nesterov": False, "label_smoothing": 0.0}  # settings that older files lack, as they were then
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,13 @@ class TrainConfig(Options):
     )
     batch_size: int = option(128, "Images in a batch.", least=1)
     lr: float = option(0.1, "Learning rate at the start; it falls to 0 along a cosine.", least=0)
+    warmup: float = option(0.0, "Epochs at the start in which the learning rate rises from 0.", least=0)
     momentum: float = option(0.9, "Momentum of SGD.", least=0, below=1)
+    nesterov: bool = option(False, "Nesterov momentum.")
     weight_decay: float = option(5e-4, "Weight decay of SGD.", least=0)
+    label_smoothing: float = option(
+        0.0, "Share of the target probability that all classes have in common.", least=0, below=1
+    )
     swag_epochs: int = option(
         100, "Further epochs, which collect weights for the posterior that `bacs` needs; 0: no posterior.", least=0
     )
@@ -57,6 +63,10 @@ class TrainConfig(Options):
         super().__post_init__()
         if self.total_epochs < 1:
             raise ValueError(f"expected `epochs` to be at least 1, as `swag_epochs` is 0, but got {self.epochs!r}")
+        if self.epochs and self.warmup >= self.epochs:
+            raise ValueError(f"expected `warmup` to be below `epochs` ({self.epochs}), but got {self.warmup}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("expected `momentum` to be above 0 with `nesterov`, but got 0")
         if self.swag_epochs * self.collections_per_epoch == 1:
             raise ValueError("expected at least 2 collections for SWAG, but got 1; raise `collections_per_epoch`")
 
@@ -69,10 +79,16 @@ class TrainConfig(Options):
 
         >>> [round(TrainConfig().learning_rate(epoch), 3) for epoch in (0, 100, 199, 200, 250)]
         [0.1, 0.05, 0.0, 0.01, 0.01]
+        >>> config = TrainConfig(epochs=10, warmup=2)
+        >>> [round(config.learning_rate(epoch), 3) for epoch in (0, 1, 2, 6)]
+        [0.0, 0.05, 0.1, 0.05]
         """
         if epoch >= self.epochs:
             return self.swag_lr
-        return self.lr * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        if epoch < self.warmup:
+            return self.lr * epoch / self.warmup
+        done = (epoch - self.warmup) / (self.epochs - self.warmup)
+        return self.lr * (1 + math.cos(math.pi * done)) / 2
 
 
 @dataclass(frozen=True)
@@ -194,7 +210,11 @@ class _Run:
         if not self.parameters:
             raise ValueError("the classifier has nothing to train: none of its parameters requires a gradient")
         self.optimizer = torch.optim.SGD(
-            self.parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            self.parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
         )
         self.data: dict[str, Any] = {}
 
@@ -211,7 +231,7 @@ class _Run:
                 lr = config.learning_rate(self.epoch + (step - 1) / steps)
                 logits = self.classifier(augmented(images, config.augment).to(self._like))
                 labels = labels.to(self._like.device)
-                loss = nn.functional.cross_entropy(logits, labels)
+                loss = nn.functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged(f"the loss became {value}", lr)
@@ -314,7 +334,7 @@ class _Run:
 
     def _difference(self, meta: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
         """How a checkpoint's run differs from this one, in words."""
-        differences = [shown] if (shown := storage.differences(meta["config"], asdict(self.config))) else []
+        differences = [shown] if (shown := storage.differences(NEWER | meta["config"], asdict(self.config))) else []
         if meta["data"]["count"] != self.data["count"]:
             differences.append(f"{meta['data']['count']} images there, {self.data['count']} here")
         else:

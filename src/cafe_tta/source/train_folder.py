@@ -16,10 +16,11 @@ from cafe_tta.classifier import SplitClassifier
 from cafe_tta.data import Advance, ImageSet, Labels, Loader, Unreadable, left_out, match_labels
 from cafe_tta.data import load as load_images
 from cafe_tta.models import Model, ModelOptions
-from cafe_tta.source.train import TrainConfig, epochs_done, train
+from cafe_tta.source.train import NEWER, TrainConfig, epochs_done, train
 
 ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]  # with a description and a total
 DEFAULT_MODEL = "cafe:digits-resnet"
+FIRST_IMAGES = 5000  # that a model may compute a layer from, before it is trained
 
 
 def _no_progress(description: str, total: int) -> AbstractContextManager[Advance]:
@@ -48,6 +49,7 @@ class TrainingRun:
     config: TrainConfig = field(default_factory=TrainConfig)
     test: str | None = None  # labelled images to measure the accuracy on in the end
     new_head: bool = False  # keep all but the last layer of the model's weights
+    recipe: str | None = None  # the name of the recipe that model and config are from, for the report
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", Path(self.output))
@@ -71,7 +73,8 @@ class TrainingRun:
         model |= {"model": str(model["model"])}
         model |= {key: model[key] and str(model[key]) for key in ("weights", "classes")}
         model |= {key: model[key] and ",".join(map(str, model[key])) for key in ("mean", "std")}
-        return {"data": self.data, "test": self.test, **model, "new_head": self.new_head, **asdict(self.config)}
+        own = {"data": self.data, "test": self.test, "recipe": self.recipe, "new_head": self.new_head}
+        return {**own, **model, **asdict(self.config)}
 
     def clear(self) -> None:
         """Removes the results and the checkpoint of an earlier run."""
@@ -106,24 +109,31 @@ class TrainingRun:
             loader = Loader(imageset, model.preprocessing, labels=labels, workers=workers, advance=advance)
             images, targets = _read_all(loader)
         on_unreadable([*loader.unreadable, *left_out(imageset)])
+        for module in model.classifier.modules():
+            if callable(see_source := getattr(module, "see_source", None)):  # a layer that is computed from images
+                see_source(images[:FIRST_IMAGES])
         self.output.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         with progress("training", self.config.total_epochs) as advance:
             advance(self.epochs_done)
             result = train(model.classifier, images, targets, self.config, self.checkpoint, lambda report: advance(1))
-        written = (model.classifier, model.architecture, model.preprocessing, classes)
+        training = {
+            "settings": self.settings,
+            "images": len(images),
+            "data": imageset.digest(),
+            "train_accuracy": result.train_accuracy,
+            "test_accuracy": None if self.test is None else self._test(replace(model, classes=classes), workers),
+        }
+        written = (model.classifier, model.architecture, model.preprocessing, classes, training)
         size = models.save(self.output / _RESULTS[0], *written)
         if result.posterior is not None:
             result.posterior.of_images(model.preprocessing, classes).save(self.output / _RESULTS[1])
         report = {
-            "settings": self.settings,
-            "images": len(images),
+            **training,
             "classes": None if classes is None else list(classes),
             "model_bytes": size,
             "seconds": time.perf_counter() - began,
             "losses": list(result.losses),
-            "train_accuracy": result.train_accuracy,
-            "test_accuracy": None if self.test is None else self._test(replace(model, classes=classes), workers),
         }
         storage.write_bytes(self.report, (json.dumps(report, indent=2) + "\n").encode())
         self.checkpoint.unlink(missing_ok=True)
@@ -151,7 +161,8 @@ _RESULTS = ("model.safetensors", "posterior.safetensors")
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which `0.50,0.50,0.50` and `0.5,0.5,0.5` are the same."""
+    """Settings in which `0.50,0.50,0.50` and `0.5,0.5,0.5` are the same, and older reports have what they lack."""
+    settings = NEWER | {"recipe": None} | settings
     numbers = {name: settings[name] for name in ("mean", "std") if settings.get(name)}
     return settings | {name: [float(part) for part in text.split(",")] for name, text in numbers.items()}
 

@@ -1,0 +1,51 @@
+"""Recipes: a network and how to train it, for source models worth testing on. `cafe-tta train --recipe NAME`."""
+
+from dataclasses import dataclass, replace
+
+from cafe_tta.models import CIFAR, ModelOptions
+from cafe_tta.options import did_you_mean
+from cafe_tta.source.train import TrainConfig
+
+_QUICK = TrainConfig(
+    epochs=16, swag_epochs=2, batch_size=512, lr=0.4, warmup=3, nesterov=True, label_smoothing=0.1, swag_lr=0.02
+)
+_RESNET26 = ModelOptions("timm:resnet26", image_size=CIFAR.size, mean=CIFAR.mean, std=CIFAR.std)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A network, what its images must look like, and how it is trained."""
+
+    about: str
+    model: ModelOptions
+    config: TrainConfig
+
+
+RECIPES = {
+    "cifar10": Recipe("a quick network with 256 features, for CIFAR-10", ModelOptions("cafe:cifar-cnn"), _QUICK),
+    "cifar10-resnet26": Recipe(
+        "the paper's network, timm's resnet26, in a tenth of the paper's epochs",
+        _RESNET26,
+        replace(_QUICK, epochs=28, swag_epochs=4, batch_size=128, lr=0.1, swag_lr=0.01),
+    ),
+    "cifar100": Recipe(
+        "the quick network, for CIFAR-100", ModelOptions("cafe:cifar-cnn"), replace(_QUICK, epochs=24, warmup=4)
+    ),
+    "svhn": Recipe(
+        "the quick network, for SVHN, whose digits must not be mirrored",
+        ModelOptions("cafe:cifar-cnn", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+        replace(_QUICK, augment="crop"),
+    ),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name, or an error that lists what there is.
+
+    >>> recipe("cifar10").model.model
+    'cafe:cifar-cnn'
+    """
+    if name not in RECIPES:
+        hint = did_you_mean(name, RECIPES)
+        raise ValueError(f"unknown recipe {name!r}{hint}; choose from: {', '.join(RECIPES)}")
+    return RECIPES[name]
