@@ -149,6 +149,7 @@ class Adapter(Displayed, nn.Module):
     in_tables: ClassVar[bool] = True  # False: benchmarks and the demo run it only where it is named
     traits: ClassVar[Traits | None] = None  # for the table of methods
     remark: ClassVar[str] = ""  # a sentence for the captions of tables, where readers must know something
+    one_pass: ClassVar[bool] = False  # whether offline, too, the answers that count are those given as images come
     Config: ClassVar[type[AdapterConfig]] = AdapterConfig
     presets: ClassVar[Mapping[str, AdapterConfig]] = {}
 

@@ -43,6 +43,17 @@ def test_stream_gives_each_image_with_its_corruption_and_label(digits):
         assert batch.labels[position] == digits.labels[number]
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")  # few images for the groups
+def test_a_method_of_one_pass_answers_offline_as_online(digits, classifier):
+    adapter, stream = cafe.create("t3a", classifier, batch_size=10), mixed(digits)
+    online, offline = (evaluate(adapter, stream, mode) for mode in ("online", "offline"))
+    assert torch.equal(online.hits, offline.hits) and offline.forward == online.forward == len(stream)
+    reference = cafe.source.Reference(
+        cafe.FeatureStats.fit(classifier, [next(stream.batches(60)).images]).group(keep_full=True)
+    )
+    assert evaluate(adapter, stream, "offline", reference).forward == len(stream)  # measuring is not counted
+
+
 def test_stream_is_the_same_in_other_batches_and_when_it_is_too_large_to_keep(digits, monkeypatch):
     whole = torch.cat([batch.images for batch in mixed(digits).batches(60)])
     parts = torch.cat([batch.images for batch in mixed(digits).batches(7)])

@@ -156,12 +156,13 @@ def evaluate(
     """Resets the adapter, shows it the stream once, and compares its answers with the labels.
 
     Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
-    in evaluation mode; only a method that `wants_more` sees the images more than once before that. `advance` is called
-    with the number of images of each batch. Where the stream is shared by several processes, each shows its adapter its
+    in evaluation mode, unless the method works in `one_pass`; only one that `wants_more` sees the images more than once
+    before that. `advance` is called with the number of images of each batch. Where the stream is shared by several processes, each shows its adapter its
     part of every batch, answers whole batches in turns when the stream is over, and all of them come to the same
     outcome; the time is that of the slowest. With a `clock`, the stream does not wait: see `bench.pace`.
     """
     share, batch_size = images.share, adapter.config.batch_size
+    answers_again = mode == "offline" and not adapter.one_pass
     adapter.reset()
     passes = Passes(adapter)
     answers, online, seconds = _Answers(), _Answers(), 0.0
@@ -177,16 +178,16 @@ def evaluate(
                 if not adapter.wants_more():
                     break
     distance = Distance()
-    if mode == "offline" or reference is not None:
+    if answers_again or reference is not None:
         features = []
-        with passes.counting() if mode == "offline" else nullcontext():
+        with passes.counting() if answers_again else nullcontext():
             for evaluation in stream.evaluate(adapter, images.batches(EVALUATION_BATCH, in_turns=True)):
                 answers.add(evaluation)
                 features.append(evaluation.features)
-                seconds += evaluation.seconds if mode == "offline" else 0.0
+                seconds += evaluation.seconds if answers_again else 0.0
         if reference is not None:
             distance = Distance.of(share.whole(features), reference)
-    counted = answers if mode == "offline" else online
+    counted = answers if answers_again else online
     right, confidences = share.whole(counted.hits), share.whole(counted.confidences)
     return Outcome(
         accuracy=right.double().mean().item(),

@@ -43,6 +43,8 @@ class T3A(Adapter):
 
     name = "t3a"
     traits = Traits("class prototypes", backward=(0, 0), smallest=(1, 1, 1), keeps="M features a class")
+    remark = "T3A answers each image once, as it comes, offline too: the paper's rows are equal."
+    one_pass = True
     distributed = True
     Config = T3AConfig
     config: T3AConfig
