@@ -21,6 +21,7 @@ WHILE_FILLING, WHEN_FULL = 4, 16  # one image of so many becomes a validation im
 PREFIX = "judged."
 
 State = dict[str, Tensor]
+_OF_METHOD = ("needs", "adapts", "distributed", "in_tables", "traits", "remark", "one_pass", "Config", "presets")
 
 
 class Judged(Adapter):
@@ -73,7 +74,17 @@ class Judged(Adapter):
         self.judge = Judge(stats, adapter.classifier.num_classes, agree=True)
         with torch.inference_mode(False), adapter.source_weights():
             self.source = copy.deepcopy(adapter.classifier).requires_grad_(False)
-        for name in ("needs", "adapts", "distributed", "in_tables", "traits", "remark", "one_pass", "Config", "presets"):
+        for name in (
+            "needs",
+            "adapts",
+            "distributed",
+            "in_tables",
+            "traits",
+            "remark",
+            "one_pass",
+            "Config",
+            "presets",
+        ):
             setattr(self, name, getattr(adapter, name))
         self._begin()
 

@@ -21,6 +21,12 @@ def batchnorm_layers(module: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
 
 
+def is_trained(layer: _BatchNorm) -> bool:
+    """Whether a BatchNorm layer has running statistics that are not those of a new layer."""
+    mean, var = layer.running_mean, layer.running_var
+    return mean is not None and var is not None and bool((mean != 0).any() or (var != 1).any())
+
+
 def norm_parameters(module: nn.Module, skip: re.Pattern[str] | None = None) -> list[nn.Parameter]:
     """Weight and bias of every normalisation layer, but of those whose name has a match of `skip`."""
     named = [(name.removeprefix("model."), layer) for name, layer in module.named_modules()]

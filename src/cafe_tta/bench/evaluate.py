@@ -157,9 +157,10 @@ def evaluate(
 
     Online: the answers are those given while adapting. Offline: when the stream is over, every image is answered again
     in evaluation mode, unless the method works in `one_pass`; only one that `wants_more` sees the images more than once
-    before that. `advance` is called with the number of images of each batch. Where the stream is shared by several processes, each shows its adapter its
-    part of every batch, answers whole batches in turns when the stream is over, and all of them come to the same
-    outcome; the time is that of the slowest. With a `clock`, the stream does not wait: see `bench.pace`.
+    before that. `advance` is called with the number of images of each batch. Where the stream is shared by several
+    processes, each shows its adapter its part of every batch, answers whole batches in turns when the stream is over,
+    and all of them come to the same outcome; the time is that of the slowest. With a `clock`, the stream does not wait:
+    see `bench.pace`.
     """
     share, batch_size = images.share, adapter.config.batch_size
     answers_again = mode == "offline" and not adapter.one_pass

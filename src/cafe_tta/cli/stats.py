@@ -1,4 +1,4 @@
-"""`cafe-tta stats`: what the methods needs from the source domain, computed at the training site."""
+"""`cafe-tta stats`: what the methods need from the source domain, computed at the training site."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def stats(
     histograms: Annotated[Path | None, typer.Option(hidden=True)] = None,  # now: --kind histograms --output FILE
     timeout: TimeoutOption = HEARTBEAT_TIMEOUT,
 ) -> None:
-    """Compute what methods needs from the source domain, once, at the training site: by default feature statistics.
+    """Compute what methods need from the source domain, once, at the training site: by default feature statistics.
 
     cafe-tta stats --model model.safetensors --data images/ --output stats.safetensors
 

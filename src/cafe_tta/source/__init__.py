@@ -21,6 +21,7 @@ from cafe_tta.source.stats import FeatureStats as FeatureStats
 from cafe_tta.source.stats import SourceStats as SourceStats
 from cafe_tta.source.swag import Posterior as Posterior
 from cafe_tta.source.swag import SwagCollector as SwagCollector
+from cafe_tta.source.swag import recompute_batchnorm as recompute_batchnorm
 from cafe_tta.source.value import SourceData as SourceData
 from cafe_tta.source.value import SourceValue as SourceValue
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.models import Preprocessing
-from cafe_tta.normalisation import batchnorm_layers
+from cafe_tta.normalisation import batchnorm_layers, is_trained
 
 IMAGES_PER_DIM = 8  # of the widest group: fewer source images make covariances of noise
 OUTSIDE = 0.5  # share of the source's range of values by which images may leave it
@@ -228,9 +228,9 @@ class TrainingCheck:
     """
 
     def __init__(self, classifier: nn.Module) -> None:
-        layers = [layer for layer in batchnorm_layers(classifier) if _trained(layer)]
+        layers = [layer for layer in batchnorm_layers(classifier) if is_trained(layer)]
         self.layer: Any = layers[0] if layers else None
-        self.batches, self._count = 0, 0
+        self.batches, self._count, self._listens = 0, 0, True
         self._sums: Tensor | None = None  # (2, C): of values and squares
 
     @contextmanager
@@ -243,8 +243,17 @@ class TrainingCheck:
             if handle is not None:
                 handle.remove()
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Does not listen inside the block: another pass over the same images."""
+        self._listens = False
+        try:
+            yield
+        finally:
+            self._listens = True
+
     def _receive(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self.batches < WATCHED_BATCHES and args and isinstance(args[0], Tensor):
+        if self._listens and self.batches < WATCHED_BATCHES and args and isinstance(args[0], Tensor):
             values = args[0].detach().transpose(0, 1).flatten(1).double()  # (C, n)
             sums = torch.stack([values.sum(1), values.square().sum(1)]).cpu()
             self._sums = sums if self._sums is None else self._sums + sums
@@ -277,9 +286,3 @@ class TrainingCheck:
             f"the first BatchNorm layer receives other values from the source images than in training (divergence "
             f"{shown}, expected at most {LARGEST_DIVERGENCE:g}); are they normalised as in training?"
         )
-
-
-def _trained(layer: Any) -> bool:
-    """Whether a BatchNorm layer has running statistics that are not those of a new layer."""
-    mean, var = layer.running_mean, layer.running_var
-    return mean is not None and var is not None and bool((mean != 0).any() or (var != 1).any())

@@ -20,9 +20,11 @@ from cafe_tta.classifier import (
     require_match,
 )
 from cafe_tta.models import Preprocessing
+from cafe_tta.source import modes
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.source.images import ImageRecord, SourceWarning, TrainingCheck, few_images
-from cafe_tta.source.reference import calibrate
+from cafe_tta.source.modes import BatchMode
+from cafe_tta.source.reference import Reference, calibrate
 from cafe_tta.source.value import Content, MadeOfImages, SourceValue, images_of, require_batches
 from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
@@ -48,6 +50,7 @@ class FeatureStats(MadeOfImages):
     sample: Tensor | None = None  # (n, D) reservoir sample of the features: stays at the training site too
     keys: Tensor | None = None  # (n,) random keys of the sample, ascending: the n smallest of the whole data set
     styles: "FeatureStats | None" = None  # of the images' style descriptors, with the same sample: see `styles`
+    batch_mode: Tensor | None = None  # (n, D) features of the first images, normalised with their batch: see `modes`
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
@@ -103,7 +106,7 @@ class FeatureStats(MadeOfImages):
         sums, styles = FeatureSums(start), FeatureSums(start)
         weights = next(classifier.parameters())
         record = ImageRecord(preprocessing, None if classes is None else tuple(classes))
-        check = TrainingCheck(classifier)
+        check, batch_mode = TrainingCheck(classifier), BatchMode(classifier)
         with torch.no_grad(), evaluating(classifier), check.watching():
             for number, batch in enumerate(loader):
                 images = images_of(batch, key).to(weights)
@@ -116,6 +119,8 @@ class FeatureStats(MadeOfImages):
                         "look for damaged images or weights"
                     )
                 sums.add(features)
+                with check.resting():
+                    batch_mode.add(images)
                 if images.dim() == 4 and min(images.shape[2:]) >= SMALLEST_SIDE:
                     styles.add(describe(images))
         if not sums.count:
@@ -123,7 +128,8 @@ class FeatureStats(MadeOfImages):
         if wrong := check.wrong():
             warnings.warn(wrong, SourceWarning, stacklevel=3)
         own = _from_sums(styles, {}) if styles.count == sums.count else None
-        return replace(_from_sums(sums, record.into(classifier.identity())), styles=own)
+        stats = _from_sums(sums, record.into(classifier.identity()))
+        return replace(stats, styles=own, batch_mode=batch_mode.features)
 
     @staticmethod
     def merge(first: "FeatureStats", *others: "FeatureStats") -> "FeatureStats":
@@ -143,7 +149,8 @@ class FeatureStats(MadeOfImages):
             styles = None
             if merged.styles is not None and other.styles is not None:
                 styles = FeatureStats.merge(merged.styles, other.styles)
-            merged = FeatureStats(merged.mean + share * delta, cov, count, meta, sample, keys, styles)
+            batch_mode = modes.joined(merged.batch_mode, other.batch_mode)
+            merged = FeatureStats(merged.mean + share * delta, cov, count, meta, sample, keys, styles, batch_mode)
         return merged
 
     def group(
@@ -176,7 +183,14 @@ class FeatureStats(MadeOfImages):
         source = SourceStats(self.mean, groups, covs, meta, self.cov if keep_full else None, styles)
         if self.sample is None:
             return source
-        return replace(source, meta=meta | {"alignment": calibrate(self.sample, source)})
+        source = replace(source, meta=meta | {"alignment": calibrate(self.sample, source)})
+        reference = Reference(source)
+        if self.batch_mode is None or not reference.calibrated:
+            return source
+        found = modes.disagreement(self.batch_mode, reference)
+        if wrong := modes.describe(found):
+            warnings.warn(wrong, SourceWarning, stacklevel=2)
+        return replace(source, meta={**source.meta, "batch_mode": found})
 
     def check_belongs_to(self, classifier: SplitClassifier) -> None:
         """Raises where the features are another classifier's, and says what differs."""
@@ -193,6 +207,7 @@ class FeatureStats(MadeOfImages):
     def tensors(self) -> dict[str, Tensor]:
         """What a file of the statistics holds."""
         own = {"mean": self.mean, "cov": self.cov, "sample": self.sample, "keys": self.keys}
+        own |= {"batch_mode": self.batch_mode}
         styles = {} if self.styles is None else self.styles.tensors()
         own |= {f"styles.{name}": tensor for name, tensor in styles.items()}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -215,7 +230,8 @@ class FeatureStats(MadeOfImages):
         start = "styles."
         part = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
         styles = FeatureStats.from_file(part, {"count": meta["count"]}) if part else None
-        return FeatureStats(tensors["mean"], tensors["cov"], meta["count"], own, sample, keys, styles)
+        moments, batch_mode = (tensors["mean"], tensors["cov"]), tensors.get("batch_mode")
+        return FeatureStats(*moments, meta["count"], own, sample, keys, styles, batch_mode)
 
 
 @dataclass(frozen=True, repr=False)

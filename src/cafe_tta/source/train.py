@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, require_classifier
 from cafe_tta.options import Options, option
-from cafe_tta.source.swag import Posterior, SwagCollector
+from cafe_tta.source.swag import Posterior, SwagCollector, recompute_batchnorm
 
 CHECKPOINT_VERSION = 1
 PADDING = 4  # pixels that a random crop may move an image
@@ -123,9 +123,10 @@ def train(
 ) -> TrainResult:
     """Trains the classifier itself, head included, on normalised images (N, 3, H, W) with labels (N,).
 
-    In the end it is in evaluation mode, and with SWAG epochs it is the mean of the collected weights, with BatchNorm
-    statistics recomputed on the training images. With a `checkpoint`, every epoch is written to that file; a later call
-    with the same arguments goes on from there, and ends bit for bit as if it had never been interrupted.
+    In the end it is in evaluation mode, with BatchNorm statistics recomputed on the images as they are: those of
+    training are of augmented ones. With SWAG epochs it is the mean of the collected weights. With a `checkpoint`, every
+    epoch is written to that file; a later call with the same arguments goes on from there, and ends bit for bit as if
+    it had never been interrupted.
     """
     config = config or TrainConfig()
     _check_data(classifier, images, labels, config)
@@ -253,11 +254,13 @@ class _Run:
         return Progress(self.epoch, config.total_epochs, phase, self.losses[-1], self.accuracies[-1], lr)
 
     def finish(self) -> TrainResult:
-        """The classifier becomes the mean of the collected weights."""
+        """The classifier becomes the mean of the collected weights; BatchNorm describes the images as they are."""
         posterior = None
-        if self.config.swag_epochs:
-            with _seeded(self.config.seed, self.epoch, self.images.device, self._like.device):
+        with _seeded(self.config.seed, self.epoch, self.images.device, self._like.device):
+            if self.config.swag_epochs:
                 posterior = self.collector.posterior(self.classifier, self._batches())
+            else:
+                recompute_batchnorm(self.classifier, self._batches())
         self.classifier.eval()
         hits = 0
         with torch.no_grad():
