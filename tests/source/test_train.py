@@ -363,11 +363,12 @@ def test_a_run_without_labels_is_refused(tmp_path: Path) -> None:
 # Recipes
 
 
-def test_every_recipe_builds_a_network_with_at_least_256_features_and_batchnorm() -> None:
+def test_every_recipe_builds_a_network_with_at_least_256_features() -> None:
     for name, made in RECIPES.items():
         model = load_classifier(made.model, untrained=True)
         assert model.classifier.num_features >= 256, name
-        assert any(isinstance(layer, nn.BatchNorm2d) for layer in model.classifier.modules()), name
+        batchnorm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.classifier.modules())
+        assert batchnorm == ("groupnorm" not in name)
         assert model.preprocessing.size == 32, name
     with pytest.raises(ValueError, match=r"unknown recipe 'cifar1O'; did you mean .*'cifar10'.*choose from: cifar10,"):
         recipe("cifar1O")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,7 @@ class _Own:
 
 _OWN = {
     "cifar-cnn": _Own(CifarCNN, CIFAR, 10),
+    "cifar-cnn-groupnorm": _Own(partial(CifarCNN, norm="group"), CIFAR, 10),
     "digits-resnet": _Own(DigitsResNet, Preprocessing(32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), 10),
     "resnet50-v1": _Own(  # Keras subtracts these means
         _resnet50_v1, replace(IMAGENET, mean=(123.68 / 255, 116.779 / 255, 103.939 / 255)), 1000

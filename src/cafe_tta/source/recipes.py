@@ -28,6 +28,9 @@ RECIPES = {
         _RESNET26,
         replace(_QUICK, epochs=28, swag_epochs=4, batch_size=128, lr=0.1, swag_lr=0.01),
     ),
+    "cifar10-groupnorm": Recipe(
+        "the quick network without BatchNorm", ModelOptions("cafe:cifar-cnn-groupnorm"), replace(_QUICK, lr=0.2)
+    ),
     "cifar100": Recipe(
         "the quick network, for CIFAR-100", ModelOptions("cafe:cifar-cnn"), replace(_QUICK, epochs=24, warmup=4)
     ),
