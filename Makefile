@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check browser docs bench format clean
+.PHONY: help setup demo test check browser docs bench results format clean
 
 help:
 	@echo "make demo    set up, adapt an embedded model to mixed corruptions, print a table, draw a figure"
@@ -13,6 +13,7 @@ help:
 	@echo "make check   ruff, mypy, import-linter only"
 	@echo "make docs    build the docs as a site, in site/"
 	@echo "make bench   what everything costs, as ratios to the least it could cost: ten minutes on a quiet machine"
+	@echo "make results OUTPUT=DIR  run the commands behind docs/results again, in another folder, and compare (NAMES=, LIMIT=, STAND_IN=1)"
 	@echo "make format  format the code"
 	@echo "make clean   remove the environment and what was made"
 
@@ -57,6 +58,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/corruptions.py --rounds 5
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --repeats 3
 	$(BIN)/python benchmarks/serve.py
+
+# NAMES are patterns of folders in docs/results; python docs/reproduce.py --help says which data must be where.
+results: $(READY)
+	$(BIN)/python docs/reproduce.py $(if $(OUTPUT),--output $(OUTPUT)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(STAND_IN),--stand-in) $(NAMES)
 
 # The tests build it too, in a folder of their own, and check every link.
 docs: $(READY)

@@ -31,16 +31,20 @@ def to_markdown(tables: Iterable[Table], notes: Iterable[str] = ()) -> str:
     return "\n".join(parts)
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_grid(table: Table) -> str:
+    """The cells of a table alone, without title, caption and notes."""
     heads = [*table.stub, *(" ".join(filter(None, head)) for head in table.heads)]
     rules = ["---"] * len(table.stub) + ["--:"] * len(table.heads)
     lines = [
-        heads,
+        list(map(escape_markdown, heads)),
         rules,
         *([*map(escape_markdown, line.head), *map(_markdown_cell, line.cells)] for line in table.lines),
     ]
-    lines[0] = [escape_markdown(head) for head in heads]
-    text = f"## {escape_markdown(table.title)}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _markdown_table(table: Table) -> str:
+    text = f"## {escape_markdown(table.title)}\n\n{markdown_grid(table)}"
     if table.caption:
         text += f"\n{escape_markdown(table.caption)}\n"
     if table.about:

@@ -1,0 +1,146 @@
+"""The published numbers: every committed record has a command that makes it, and pages say what the records say."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cafe_tta.bench.records import RECORDS, read
+from cafe_tta.cli import app
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = re.compile(r"^```sh\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+COMMITTED = sorted(path.parent.name for path in RESULTS.glob(f"*/{RECORDS}"))
+
+
+@cache
+def script(name: str):
+    """A script of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def declared():
+    return script("reproduce").Declared.load()
+
+
+def planned(words, monkeypatch) -> list:
+    """What `cafe-tta bench` would run."""
+    found = []
+    monkeypatch.setattr(importlib.import_module("cafe_tta.cli.bench"), "_run", lambda plan, *_: found.append(plan))
+    result = CliRunner().invoke(app, list(words[1:]))
+    assert result.exit_code == 0, result.output or result.exception
+    return found
+
+
+def test_every_committed_folder_is_declared():
+    assert sorted(declared().folders) == COMMITTED
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_declared_commands_make_the_committed_records(name, monkeypatch):
+    """The same rows with the same options, seeds, protocols and corruptions: no more and no fewer."""
+    folder = declared().folders[name]
+    plans = [plan for words in folder.commands for plan in planned(words, monkeypatch)]
+    expected = {
+        (protocol, plan.mode, row.label, seed): (plan, row)
+        for plan in plans
+        for protocol in plan.protocols
+        for row in plan.rows
+        for seed in plan.seeds
+    }
+    found = set()
+    for record in folder.records():
+        key = record.protocol, record.mode, folder.renamed.get(record.label, record.label), record.seed
+        plan, row = expected[key]
+        found.add(key)
+        config = asdict(row.config)
+        differing = {n: (v, config[n]) for n, v in record.config.items() if n in config and config[n] != v}
+        assert not differing, f"{record.origin}: {differing}"
+        assert record.limit == plan.limit and (record.frechet_after is not None) == plan.frechet
+        assert set(record.corruptions["names"]) == set(plan.corruptions)
+        assert record.corruptions["severities"] == list(plan.dataset.severities)
+        assert (record.data["name"], record.source["data"]) == (plan.dataset.data, plan.dataset.source_data)
+    assert found == set(expected)
+
+
+def test_a_model_is_trained_before_it_is_used():
+    commands = list(declared().commands(declared().chosen(["svhn-*", "unmix-svhn-mnist"])))
+    assert [words[1] for words in commands] == ["train", "bench", "bench", "bench"]
+    assert commands[0][-1] == "models/svhn"
+
+
+def test_data_that_are_missing_are_named():
+    result = reproduce("--output", "/tmp/never", "imagenet-mixed")
+    if (ROOT / "data/imagenet_second1000").exists():
+        pytest.skip("the data are there")
+    assert result.returncode == 1 and "data/imagenet_second1000/images.npy: " in result.stderr
+    assert not Path("/tmp/never").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected OUTPUT=DIR"),
+        (["--output", "docs/results"], "expected OUTPUT to be a folder outside docs/"),
+        (["--output", "/tmp/never", "cifar11"], "expected names of folders, but got 'cifar11'; there are: cifar10-mixed"),
+    ],
+)
+def test_wrong_calls_are_refused(arguments, message):
+    result = reproduce(*arguments)
+    assert result.returncode and message in result.stderr
+
+
+def test_help_says_which_data_are_expected_where():
+    text = reproduce("--help").stdout
+    assert all(f"data/{name}: " in text for name in declared().data)
+
+
+def test_make_results_on_the_embedded_digits(tmp_path):
+    """A model is trained, the benchmark runs with it, and the report is written; a second call has nothing to do."""
+    call = ("--output", str(tmp_path), "--limit", "40", "--stand-in", "unmix-svhn-mnist")
+    first = reproduce(*call)
+    assert first.returncode == 0, first.stderr
+    records = (tmp_path / "unmix-svhn-mnist" / RECORDS).read_text()
+    assert [r.label for r in read(tmp_path / "unmix-svhn-mnist" / RECORDS)] == [
+        "source", "unmix", "cafe-plus", "cafe-dimwise", "cafe",
+    ]  # fmt: skip
+    assert (tmp_path / "unmix-svhn-mnist/report/index.html").exists()
+    assert "not compared" in (tmp_path / "compare.md").read_text()
+    assert reproduce(*call).returncode == 0
+    assert (tmp_path / "unmix-svhn-mnist" / RECORDS).read_text() == records
+
+
+def test_the_same_records_are_compared_as_equal(tmp_path):
+    for name in ("unmix-cifar10-clean", "cifar10-dann"):
+        shutil.copytree(RESULTS / name, tmp_path / name)
+    compare = script("reproduce").compare
+    with_hits = compare(declared().folders["unmix-cifar10-clean"], tmp_path)
+    assert "| cafe | 80.91 | 80.91 | +0.00 | 0 of 10,000 |" in with_hits
+    assert "| dann | 62.40 | 62.40 | +0.00 | – |" in compare(declared().folders["cifar10-dann"], tmp_path)
+
+
+def test_the_makefile_hands_on_what_it_is_given():
+    arguments = ["OUTPUT=again", "LIMIT=50", "STAND_IN=1", "NAMES=unmix-* cifar10-dann"]
+    shown = subprocess.run(["make", "-n", "results", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "docs/reproduce.py --output again --limit 50 --stand-in unmix-* cifar10-dann" in shown
+
+
+def reproduce(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "docs/reproduce.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
