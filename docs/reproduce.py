@@ -1,7 +1,7 @@
 """Makes the records under docs/results/ again, in another folder: `make results OUTPUT=DIR`.
 
-Runs the commands of docs/results/commands.toml one after the other, writes a report for each folder, and compares the new
-records with the committed ones (DIR/compare.md). Stopped and started again, it goes on where it was.
+Runs the commands of docs/results/commands.toml one after the other, writes a report for each folder, and compares the
+new records with the committed ones (DIR/compare.md). Stopped and started again, it goes on where it was.
 """
 
 import argparse
@@ -88,7 +88,9 @@ class Declared:
         """The folders whose names match one of the patterns, in the order of the file; all, where there are none."""
         for pattern in patterns:
             if not any(fnmatch(name, pattern) for name in self.folders):
-                raise ValueError(f"expected names of folders, but got {pattern!r}; there are: {', '.join(self.folders)}")
+                raise ValueError(
+                    f"expected names of folders, but got {pattern!r}; there are: {', '.join(self.folders)}"
+                )
         return [f for f in self.folders.values() if not patterns or any(fnmatch(f.name, p) for p in patterns)]
 
     def commands(self, folders: Sequence[Folder]) -> Iterator[Words]:
@@ -211,7 +213,9 @@ def run(declared: Declared, folders: Sequence[Folder], output: Path, limit: int 
         words = words if limit is None else limited(words, limit)
         print(f"[{number}/{len(commands)}] {shlex.join(words)}", flush=True)
         if subprocess.run([sys.executable, "-m", "cafe_tta", *words[1:]], cwd=ROOT).returncode:
-            raise ValueError(f"the command above failed; the same call goes on from there ({output} keeps what is done)")
+            raise ValueError(
+                f"the command above failed; the same call goes on from there ({output} keeps what is done)"
+            )
     for folder in folders:
         report.write(report.make([output / folder.name]))
     text = "# The committed records and the new ones\n\n" + "\n".join(compare(folder, output) for folder in folders)

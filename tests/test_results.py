@@ -2,9 +2,7 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -98,7 +96,10 @@ def test_data_that_are_missing_are_named():
     [
         ([], "expected OUTPUT=DIR"),
         (["--output", "docs/results"], "expected OUTPUT to be a folder outside docs/"),
-        (["--output", "/tmp/never", "cifar11"], "expected names of folders, but got 'cifar11'; there are: cifar10-mixed"),
+        (
+            ["--output", "/tmp/never", "cifar11"],
+            "expected names of folders, but got 'cifar11'; there are: cifar10-mixed",
+        ),
     ],
 )
 def test_wrong_calls_are_refused(arguments, message):

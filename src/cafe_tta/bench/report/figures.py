@@ -3,6 +3,7 @@
 import io
 import math
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from cafe_tta.bench.report.columns import (
 from cafe_tta.bench.report.tables import cost, distance, distance_columns, printed, sweeps
 from cafe_tta.methods import METHODS
 
+LONGEST = 34  # characters of a label in one line
 BLUE, VERMILION, GREY, BLACK = "#0072B2", "#D55E00", "#8A8A8A", "#000000"
 # Okabe and Ito's palette; its yellow is darker, for white paper.
 COLOURS = ("#56B4E9", "#009E73", "#CC79A7", BLUE, "#C9B400", "#E69F00", VERMILION, "#8C564B")
@@ -161,13 +163,26 @@ def draw(
         )
 
 
+def folded(label: str) -> str:
+    """A label with many options, in several lines.
+
+    >>> folded("cafe"), folded("cafe(normalisation=blend,blend=0.25,lr=0.002)")
+    ('cafe', 'cafe(normalisation=blend,\\nblend=0.25,lr=0.002)')
+    """
+    return textwrap.fill(label.replace(",", ", "), LONGEST).replace(", ", ",")
+
+
 def add_legend(figure: Any, rows: Sequence[Row], styled: Styles, lines: bool = False, extra: Any = ()) -> None:
     """One legend for all the panels, beside them."""
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D(
-            [], [], linestyle=styled[row.label].line if lines else "none", label=row.label, **styled[row.label].point()
+            [],
+            [],
+            linestyle=styled[row.label].line if lines else "none",
+            label=folded(row.label),
+            **styled[row.label].point(),
         )
         for row in rows
     ]
@@ -230,7 +245,7 @@ def _overview(mode: str, made: list[Column], lines: list[Row], styled: Styles, w
                     style = styled[row.label]
                     axes.errorbar(value.mean, heights[row.label], xerr=value.std, capsize=2.5, lw=1, **style.point())
             axes.set_title(column.name)
-            axes.set_yticks(list(heights.values()), list(heights))
+            axes.set_yticks(list(heights.values()), list(map(folded, heights)))
             axes.set_ylim(-0.6, len(lines) - 0.4)
             axes.margins(x=0.08)
             if number + across >= len(made):
@@ -523,7 +538,7 @@ def _paint_distances(axes: Any, dataset: str, made: list[Column]) -> None:
         if before:
             start = statistics.fmean(value.mean for value in before.values())
             axes.axvline(start, color=colour, ls=":", lw=1.3)
-    axes.set_yticks(range(len(lines)), [row.label for row in reversed(lines)])
+    axes.set_yticks(range(len(lines)), [folded(row.label) for row in reversed(lines)])
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)

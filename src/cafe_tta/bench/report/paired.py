@@ -11,6 +11,7 @@ from cafe_tta.bench.records import MAIN, Hits, Record
 from cafe_tta.bench.report.columns import (
     Column,
     Estimate,
+    Value,
     accuracy,
     by_corruption,
     columns,
@@ -121,8 +122,8 @@ def _against_table(column: Column, label: str) -> Table:
     sheet.heads += [("by seed", name) for name in ("95 % interval", "each")]
     lines = [row for row in rows(column.records) if row.label != label]
     for row in lines:
-        differences, pairs = _paired(column, row.label, label)
-        image, seed = by_image(pairs) if pairs else None, by_seed(list(differences.values()))
+        differences, image = paired(column, row.label, label)
+        seed = by_seed(list(differences.values()))
         mean = statistics.fmean(differences.values()) if differences else None
         sheet.put(row.label, None if mean is None else f"{mean:+.2f}")
         for text in _image_texts(image):
@@ -144,18 +145,25 @@ def _against_table(column: Column, label: str) -> Table:
     )
 
 
-def _paired(column: Column, label: str, against: str) -> tuple[dict[int, float], list[list[tuple[Hits, Hits]]]]:
-    """For each seed that both have all episodes of: the difference in accuracy; and the hits, where all have them."""
+def paired(
+    column: Column, label: str, against: str, value: Value = accuracy
+) -> tuple[dict[int, float], ByImage | None]:
+    """For each seed that both rows have all episodes of, the difference of a value; and that by image.
+
+    By image, accuracies are compared, where all records say which images were answered right.
+    """
     ours, theirs = ({(r.seed, r.episode.name): r for r in column.of(name)} for name in (label, against))
     differences, pairs = {}, []
     for seed in column.seeds:
         keys = [(seed, name) for name in column.episodes]
-        if all(key in ours and key in theirs for key in keys):
-            differences[seed] = statistics.fmean(accuracy(ours[key]) - accuracy(theirs[key]) for key in keys)
+        values = [(value(ours[key]), value(theirs[key])) for key in keys if key in ours and key in theirs]
+        known = [here - there for here, there in values if here is not None and there is not None]
+        if len(known) == len(keys):
+            differences[seed] = statistics.fmean(known)
             hits = [(ours[key].right, theirs[key].right) for key in keys]
             pairs.append([(a, b) for a, b in hits if a is not None and b is not None])
     complete = bool(pairs) and all(len(episodes) == len(column.episodes) for episodes in pairs)
-    return differences, pairs if complete else []
+    return differences, by_image(pairs) if complete else None
 
 
 def _measure(

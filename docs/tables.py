@@ -1,0 +1,713 @@
+"""Writes the tables and commands of the docs, from the records under docs/results/: python docs/tables.py.
+
+A page has `<!-- table: NAME -->` or `<!-- command: NAME … -->`, then what this script writes, then `<!-- end -->`.
+Tables are those of `TABLES` below; commands are those of docs/results/commands.toml. tests/test_results.py asserts that
+every page is what this script would write.
+"""
+
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from cafe_tta.bench import paper
+from cafe_tta.bench.experiments import Row
+from cafe_tta.bench.records import RECORDS, Record, collect
+from cafe_tta.bench.report.columns import (
+    Column,
+    Value,
+    accuracy,
+    by_corruption,
+    columns,
+    corruptions_of,
+    estimates,
+    ranked,
+    rows,
+)
+from cafe_tta.bench.report.formats import markdown_grid
+from cafe_tta.bench.report.paired import Interval, by_seed, paired
+from cafe_tta.bench.report.tables import (
+    Cell,
+    Line,
+    Table,
+    calibration_error,
+    cost,
+    needs_text,
+    printed,
+    published_text,
+    worst_corruption,
+)
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+from reproduce import RESULTS, ROOT, Declared, Words  # noqa: E402 - beside this script
+
+BLOCK = re.compile(r"(<!-- (table|command): ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+WIDTH = 116  # of a line of a command
+EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
+RIVALS = ("rivals-cifar10-online", "unmix-cifar10-online")
+
+
+@cache
+def column(*folders: str) -> Column:
+    """The one column that the records of some folders make together."""
+    records, _ = collect([ROOT / RESULTS / folder / RECORDS for folder in folders])
+    (made,) = columns(records)
+    return made
+
+
+def name_of(label: str, source: Column) -> str:
+    """What a row is called in the docs."""
+    version = source.of(label)[0].versions.get("cafe_tta", "")
+    return label.replace("cafe-plus", EARLIER) if version.startswith("0.1.") else label
+
+
+# Fields: what stands in a column of a table, by the label of the row
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column of a table: a text for each row that has one, and the rows that are best."""
+
+    head: str
+    texts: Mapping[str, str]
+    best: Iterable[str] = ()
+
+    def cell(self, key: str) -> Cell:
+        return Cell(self.texts.get(key, ""), "best" if key in self.best else "")
+
+
+def measured(head: str, source: Column, value: Value, lowest: bool = False, bold: bool = True) -> Field:
+    """The mean over seeds of a value of the records, with its spread."""
+    lines = rows(source.records)
+    found, _ = estimates(source, lines, value)
+    best = [label for label, rank in ranked(lines, found, lowest=lowest).items() if rank == "best"] if bold else []
+    return Field(head, {label: number.text() for label, number in found.items()}, best)
+
+
+def share(head: str, *folders: str, bold: bool = True) -> Field:
+    return measured(head, column(*folders), accuracy, bold=bold)
+
+
+def frechet(*folders: str, head: str = "Fréchet distance", bold: bool = True) -> Field:
+    return measured(head, column(*folders), lambda record: record.frechet_after, lowest=True, bold=bold)
+
+
+def papers(*folders: str, head: str = "the paper's") -> Field:
+    source = column(*folders)
+    return Field(head, {row.label: published_text(printed(source, row)) for row in rows(source.records)})
+
+
+def counted(head: str, folder: str, value: Callable[[Record], object]) -> Field:
+    """Of the first run of a row."""
+    source = column(folder)
+    return Field(head, {row.label: str(value(source.of(row.label)[0])) for row in rows(source.records)})
+
+
+def on_corruption(head: str, folder: str, name: str, bold: bool = True) -> Field:
+    """Accuracy on one corruption alone."""
+    source = column(folder)
+    lines = rows(source.records)
+    found = {row.label: by_corruption(source.of(row.label))[name] for row in lines}
+    best = [label for label, rank in ranked(lines, found).items() if rank == "best"] if bold else []
+    return Field(head, {label: number.text() for label, number in found.items()}, best)
+
+
+def picked(head: str, source: Field, keys: Mapping[str, str]) -> Field:
+    """The cells of some rows of a field, under other keys."""
+    texts = {key: source.texts[label] for key, label in keys.items()}
+    return Field(head, texts, [key for key, label in keys.items() if label in source.best])
+
+
+def grid(stub: str | Sequence[str], lines: Mapping[str, str | Sequence[str]], fields: Sequence[Field]) -> str:
+    """The table as Markdown: a line for each key, with its heads."""
+    names = (stub,) if isinstance(stub, str) else tuple(stub)
+    heads = {key: (head,) if isinstance(head, str) else tuple(head) for key, head in lines.items()}
+    made = tuple(Line(head, tuple(field.cell(key) for field in fields)) for key, head in heads.items())
+    text = markdown_grid(Table("", "", names, tuple((field.head,) for field in fields), made))
+    return re.sub(r"\\([\[\]`_])", r"\1", text)  # our own texts mean what they say
+
+
+def by_method(source: Column, *fields: Field) -> str:
+    """A line for each row of a column, in the order of the reports."""
+    return grid("method", {row.label: name_of(row.label, source) for row in rows(source.records)}, fields)
+
+
+# The paper's claims
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That one row is better than another, on the records of some folders."""
+
+    text: str
+    stream: str
+    row: str
+    than: str
+    folders: tuple[str, ...]
+    value: Value = accuracy
+    lower: bool = False  # is better
+    compared: bool = True  # with the paper's difference
+
+    def line(self) -> tuple[str, ...]:
+        source = column(*self.folders)
+        differences, image = paired(source, self.row, self.than, self.value)
+        interval = image.interval if image and self.value is accuracy else by_seed(list(differences.values()))
+        mean = statistics.fmean(differences.values())
+        how = "by image" if image and self.value is accuracy else "by seed"
+        found = f"{mean:+.2f} {interval.text()} {how}, {_seeds(differences)}" if interval else f"{mean:+.2f}, one seed"
+        return self.text, self.stream, self._printed(source), found, self.verdict(mean, interval)
+
+    def _printed(self, source: Column) -> str:
+        """The paper's difference, where it prints both rows."""
+        if self.value is not accuracy or not self.compared:
+            return "–"
+        ours, theirs = (printed(source, Row(label, label, None)) for label in (self.row, self.than))
+        both = isinstance(ours, paper.Accuracy) and isinstance(theirs, paper.Accuracy)
+        return f"{ours.mean - theirs.mean:+.2f}" if both else "–"
+
+    def verdict(self, mean: float, interval: Interval | None) -> str:
+        holds = (mean < 0) == self.lower
+        if interval is None:
+            return f"{'so' if holds else 'not so'} in the one seed run; no interval"
+        if interval.includes_zero:
+            return "not shown: the interval includes 0"
+        return "yes" if holds else "no, the opposite"
+
+
+def _seeds(differences: Mapping[int, float]) -> str:
+    return "one seed" if len(differences) == 1 else f"{len(differences)} seeds"
+
+
+def _distance(record: Record) -> float | None:
+    return record.frechet_after
+
+
+MIXED, ONLINE, SEPARATED = "CIFAR-10 mixed, offline", "CIFAR-10 mixed, online", "CIFAR-10 separated, 1,000 images each"
+SVHN, CIFAR100 = "SVHN to MNIST, offline", "CIFAR-100 mixed, offline"
+OFFLINE = ("cifar10-mixed",)
+CLAIMS = (
+    Claim("CAFe is better than Infomax", MIXED, "cafe", "infomax", OFFLINE),
+    Claim("", ONLINE, "cafe", "infomax", RIVALS),
+    Claim("", CIFAR100, "cafe", "infomax", ("cifar100-mixed",)),
+    Claim("", "ImageNet mixed, 1,000 images", "cafe", "infomax", ("imagenet-mixed",)),
+    Claim("", SVHN, "cafe", "infomax", ("svhn-mnist-all",)),
+    Claim("CAFe is better than AdaBN", MIXED, "cafe", "adabn", OFFLINE),
+    Claim("", ONLINE, "cafe", "adabn", RIVALS),
+    Claim("CAFe is better than T3A", MIXED, "cafe", "t3a", OFFLINE),
+    Claim("", ONLINE, "cafe", "t3a", RIVALS),
+    Claim("CAFe is better than Tent", MIXED, "cafe", "tent", OFFLINE),
+    Claim("", ONLINE, "cafe", "tent", RIVALS),
+    Claim("CAFe is better than BACS", MIXED, "cafe", "bacs", OFFLINE),
+    Claim("", ONLINE, "cafe", "bacs", RIVALS),
+    Claim("CAFe is better than FR", MIXED, "cafe", "fr", OFFLINE),
+    Claim("", ONLINE, "cafe", "fr", RIVALS),
+    Claim("CAFe is better than the model as trained", MIXED, "cafe", "source", OFFLINE),
+    Claim("", ONLINE, "cafe", "source", RIVALS),
+    Claim("Covariances of groups are better than single dimensions", MIXED, "cafe", "cafe-dimwise", OFFLINE),
+    Claim("", ONLINE, "cafe", "cafe-dimwise", RIVALS),
+    Claim("Single dimensions are better than groups", SVHN, "cafe-dimwise", "cafe", ("unmix-svhn-mnist",)),
+    Claim("Infomax helps CAFe", MIXED, "cafe", "cafe-no-infomax", OFFLINE),
+    Claim("", ONLINE, "cafe", "cafe-no-infomax", RIVALS),
+    Claim(
+        "On clean images, CAFe costs accuracy",
+        "CIFAR-10 clean, offline",
+        "cafe",
+        "source",
+        ("cifar10-gate-same",),
+        lower=True,
+    ),
+    Claim("", "CIFAR-10 clean, online", "cafe", "source", ("unmix-cifar10-clean",), lower=True, compared=False),
+    Claim("Fréchet distance: CAFe ends below the model", MIXED, "cafe", "source", OFFLINE, _distance, lower=True),
+    Claim("", SEPARATED, "cafe", "source", ("cifar10-separated",), _distance, lower=True),
+    Claim("… below Infomax", MIXED, "cafe", "infomax", OFFLINE, _distance, lower=True),
+    Claim("", SEPARATED, "cafe", "infomax", ("cifar10-separated",), _distance, lower=True),
+    Claim("… below CAFe on single dimensions", MIXED, "cafe", "cafe-dimwise", OFFLINE, _distance, lower=True),
+    Claim("", SEPARATED, "cafe", "cafe-dimwise", ("cifar10-separated",), _distance, lower=True),
+    Claim("… below CAFe without infomax", MIXED, "cafe", "cafe-no-infomax", OFFLINE, _distance, lower=True),
+)
+OURS = (
+    Claim("`unmix` is better than the model", ONLINE, "unmix", "source", RIVALS),
+    Claim("`unmix` is better than CAFe", ONLINE, "unmix", "cafe", RIVALS),
+    Claim("`cafe-plus` is better than CAFe", ONLINE, "cafe-plus", "cafe", RIVALS),
+    Claim("", "SVHN to MNIST, offline", "cafe-plus", "cafe", ("unmix-svhn-mnist",)),
+    Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "cafe", ("unmix-cifar100",)),
+    Claim("`cafe-plus` is better than `unmix`", ONLINE, "cafe-plus", "unmix", RIVALS),
+    Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "unmix", ("unmix-cifar100",)),
+    Claim("`cafe-plus` is better than ActMAD, the best rival", ONLINE, "cafe-plus", "actmad", RIVALS),
+)
+
+
+def claims_table(claims: Sequence[Claim], stub: str) -> str:
+    head = (stub, "stream", "the paper's difference", "here: difference, 95 % interval", "verdict")
+    lines = [head, ("---", "---", "---:", "---:", "---"), *(claim.line() for claim in claims)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# What adapting changes, by corruption
+
+
+def losses_table(folders: Sequence[str], labels: Sequence[str], unadapted: str = "source") -> str:
+    """Differences against the unadapted model, corruption by corruption; losses in bold."""
+    source = column(*folders)
+    names = corruptions_of(source)
+    before = by_corruption(source.of(unadapted))
+    fields = [Field("the model, %", {name: f"{before[name].mean:.2f}" for name in names})]
+    for label in labels:
+        after = by_corruption(source.of(label))
+        changes = {name: after[name].mean - before[name].mean for name in names}
+        texts = {name: f"{change:+.2f}" for name, change in changes.items()}
+        fields.append(Field(name_of(label, source), texts, [name for name, change in changes.items() if change < 0]))
+    return grid("corruption", {name: name.replace("_", " ") for name in names}, fields)
+
+
+# The tables
+
+
+def mixed_table() -> str:
+    fields = [
+        share("offline %", "cifar10-mixed"),
+        papers("cifar10-mixed"),
+        share("online %", "cifar10-mixed-online"),
+        papers("cifar10-mixed-online"),
+        frechet("cifar10-mixed", head="Fréchet distance, offline"),
+    ]
+    return by_method(column("cifar10-mixed"), *fields)
+
+
+def separated_table() -> str:
+    fields = [
+        share("offline %", "cifar10-separated"),
+        papers("cifar10-separated"),
+        share("online %", "cifar10-separated-online"),
+        papers("cifar10-separated-online"),
+        frechet("cifar10-separated", head="Fréchet distance, offline"),
+    ]
+    return by_method(column("cifar10-separated"), *fields)
+
+
+def separated_all_table() -> str:
+    fields = []
+    for name in ("gaussian_noise", "fog"):
+        words = name.replace("_", " ")
+        fields.append(on_corruption(f"{words}, 1,000 images", "cifar10-separated", name, bold=False))
+        fields.append(on_corruption(f"{words}, 10,000", "cifar10-separated-all", name, bold=False))
+    return by_method(column("cifar10-separated-all"), *fields)
+
+
+def beside_the_paper(folder: str, bold: bool = True) -> str:
+    """Accuracy with the paper's, and the distance."""
+    fields = [share("accuracy %", folder, bold=bold), papers(folder), frechet(folder, bold=bold)]
+    return by_method(column(folder), *fields)
+
+
+def groups_table() -> str:
+    source = column("cifar10-groups")
+    labels = {row.label: str(source.of(row.label)[0].num_groups) for row in rows(source.records)}
+    theirs = {
+        label: published_text(paper.published("cifar100", "all-mixed", "offline", "cafe", int(k)))
+        for label, k in labels.items()
+    }
+    fields = [
+        share("accuracy %", "cifar10-groups", bold=False),
+        frechet("cifar10-groups", bold=False),
+        counted("widest group", "cifar10-groups", lambda record: max(record.source["group_sizes"])),
+        counted("groups wider than 204", "cifar10-groups", lambda r: sum(n > 204 for n in r.source["group_sizes"])),
+        counted("dimensions in groups of 100 or more", "cifar10-groups", _in_wide_groups),
+        Field("the paper, CIFAR-100", theirs),
+        picked("no group above 128: %", share("", "cifar10-groups-limited", bold=False), _limited(labels)),
+        picked("Fréchet distance", frechet("cifar10-groups-limited", bold=False), _limited(labels)),
+    ]
+    return grid("k", labels, fields)
+
+
+def _in_wide_groups(record: Record) -> str:
+    return f"{sum(size for size in record.source['group_sizes'] if size >= 100):,}"
+
+
+def _limited(labels: Mapping[str, str]) -> dict[str, str]:
+    known = {row.label for row in rows(column("cifar10-groups-limited").records)}
+    return {label: label for label in labels if label in known}
+
+
+def normalisation_table() -> str:
+    parts = (
+        ("mixed, offline", ("cifar10-normalisation-mixed",), ("cifar10-mixed",)),
+        ("mixed, online", ("cifar10-normalisation-mixed-online",), ("cifar10-mixed-online",)),
+        ("separated, offline", ("cifar10-normalisation-separated",), ()),
+        ("separated, online", ("cifar10-normalisation-separated-online",), ()),
+    )
+    methods = ("tent", "infomax", "cafe")
+    lines, fields = {}, {kind: {} for kind in ("batch", "blend", "source")}
+    for words, folders, plain in parts:
+        for method in methods:
+            key = f"{words} {method}"
+            lines[key] = (words if method == methods[0] else "", method)
+            fields["batch"][key] = _first_seed(plain or folders, method)
+            for kind in ("blend", "source"):
+                fields[kind][key] = _first_seed(folders, f"{method}(normalisation={kind})")
+    made = [
+        Field({"batch": "batch (the paper)", "blend": "blend, half of each"}.get(k, k), t) for k, t in fields.items()
+    ]
+    return grid(("stream", "method"), lines, made)
+
+
+def _first_seed(folders: Sequence[str], label: str) -> str:
+    """Accuracy of seed 0: the mean over its episodes."""
+    found = [accuracy(record) for record in column(*folders).of(label) if record.seed == 0]
+    return f"{statistics.fmean(found):.2f}"
+
+
+def small_batches_table() -> str:
+    source = column("cifar10-small-batches")
+    labels = sorted(source.records, key=lambda record: -record.config["batch_size"])
+    fields = [
+        share("accuracy %", "cifar10-small-batches", bold=False),
+        frechet("cifar10-small-batches", bold=False),
+        counted("steps", "cifar10-small-batches", lambda record: record.steps),
+        counted("refused", "cifar10-small-batches", lambda record: record.refused),
+        _without_minimum(),
+    ]
+    return grid("batch", {record.label: str(record.config["batch_size"]) for record in labels}, fields)
+
+
+def _without_minimum() -> Field:
+    """Of the same batches before `min_samples` was there."""
+    superseded = column("superseded/cifar10-small-batches")
+    of_size = {record.config["batch_size"]: f"{accuracy(record):.2f}" for record in superseded.records}
+    sizes = {record.label: record.config["batch_size"] for record in column("cifar10-small-batches").records}
+    return Field("without `min_samples` %", {label: of_size[size] for label, size in sizes.items()})
+
+
+def gate_table() -> str:
+    keys = {"source": "source", "cafe": "cafe", "cafe(gate=yes)": "cafe, gate"}
+    keys |= {"cafe-plus": EARLIER, "cafe-plus(gate=yes)": f"{EARLIER}, gate"}
+    mixed = {label: _first_seed(("cifar10-mixed",), label) for label in ("source", "cafe", "cafe-plus")}
+    mixed |= {
+        row.label: _first_seed(("cifar10-gate-mixed",), row.label) for row in rows(column("cifar10-gate-mixed").records)
+    }
+    first = column("superseded/cifar10-gate-first-version")
+    fields = [
+        share("clean %", "cifar10-gate-same", bold=False),
+        counted("steps, of 40", "cifar10-gate-same", lambda record: record.steps),
+        Field("mixed, seed 0 %", mixed),
+        counted("steps, of 40", "cifar10-gate-mixed", lambda record: record.steps),
+        Field("mixed, the gate's first version %", {r.label: f"{accuracy(r):.2f}" for r in first.records}),
+        Field("steps, of 40", {r.label: str(r.steps) for r in first.records}),
+    ]
+    return grid("method", keys, fields)
+
+
+def imagenet_table() -> str:
+    source = column("imagenet-mixed")
+    fields = [
+        counted("batch", "imagenet-mixed", lambda record: record.config["batch_size"]),
+        counted("steps", "imagenet-mixed", lambda record: record.steps),
+        share("accuracy %", "imagenet-mixed"),
+        papers("imagenet-mixed"),
+        frechet("imagenet-mixed"),
+    ]
+    return by_method(source, *fields)
+
+
+def answers_table() -> str:
+    offered = {"before": "(answer=before)", "after": "(answer=after)", "after-eval": ""}
+    shown = {"before": "1", "after": "2", "after-eval": "2"}
+    found = share("", "held-out-answer", bold=False)
+    infomax, cafe = ({key: f"{method}{own}" for key, own in offered.items()} for method in ("infomax", "cafe"))
+    leads = {key: f"{float(found.texts[cafe[key]]) - float(found.texts[infomax[key]]):+.2f}" for key in offered}
+    fields = [
+        Field("forward passes a batch", shown),
+        picked("infomax %", found, infomax),
+        picked("cafe %", found, cafe),
+        Field("cafe − infomax", leads),
+    ]
+    return grid("answer", {key: f'"{key}"' for key in offered}, fields)
+
+
+def halves_table() -> str:
+    """CAFe - Infomax in the first and the second half of each stream, as answered while it goes by."""
+    lines, fields = {}, {"first half": {}, "second half": {}}
+    for folder, words in (
+        ("cifar10-mixed-online", "after the step, running statistics"),
+        ("cifar10-mixed", "before the step"),
+    ):
+        source = column(folder)
+        for seed in source.seeds:
+            key = f"{folder} {seed}"
+            lines[key] = (words if seed == source.seeds[0] else "", str(seed))
+            ours, theirs = (next(r for r in source.of(label) if r.seed == seed).stream for label in ("cafe", "infomax"))
+            middle = len(ours) // 2
+            for name, part in (("first half", slice(None, middle)), ("second half", slice(middle, None))):
+                lead = 100 * (statistics.fmean(ours[part]) - statistics.fmean(theirs[part]))
+                fields[name][key] = f"{lead:+.2f}"
+    return grid(("answer", "seed"), lines, [Field(name, texts) for name, texts in fields.items()])
+
+
+def held_out_normalisation_table() -> str:
+    found = share("", "held-out-normalisation", bold=False).texts
+    lines = {
+        "tent": "",
+        "infomax": "",
+        "cafe": "lr=0.001",
+        "cafe 2": "lr=0.002",
+        "cafe 3": "lr=0.003",
+        "cafe 4": "lr=0.004",
+    }
+    kinds = {
+        "batch": "",
+        "blend, 0.5": "normalisation=blend,blend=0.5",
+        "blend, 0.25": "normalisation=blend,blend=0.25",
+        "blend, 0.1": "normalisation=blend,blend=0.1",
+        "source": "normalisation=source",
+    }
+
+    def text(key: str, setting: str) -> str:
+        rate = "" if key in ("tent", "infomax", "cafe") else lines[key]
+        options = ",".join(filter(None, (setting, rate)))
+        return found.get(f"{key.split()[0]}({options})" if options else key, "")
+
+    fields = [Field(kind, {key: text(key, setting) for key in lines}) for kind, setting in kinds.items()]
+    heads = {key: key.split()[0] + (f", {rate.replace('=', ' ')}" if rate else "") for key, rate in lines.items()}
+    return grid("method", heads, fields)
+
+
+def held_out_batches_table() -> str:
+    """A minimum of at most the batch pads nothing: such cells are one run."""
+    found = {
+        (record.config["batch_size"], record.config.get("min_samples", 0)): f"{accuracy(record):.2f}"
+        for record in column("held-out-small-batches").records
+        if record.method == "cafe" and record.config["lr"] == 0.001
+    }
+
+    def text(batch: int, minimum: int) -> str:
+        same = [
+            value for (size, least), value in found.items() if size == batch and max(least, size) == max(minimum, size)
+        ]
+        return same[0] if same else ""
+
+    sizes, minima = (16, 32, 64, 128, 256), (0, 64, 128, 256)
+    fields = [Field(f"min_samples={minimum}", {str(size): text(size, minimum) for size in sizes}) for minimum in minima]
+    return grid("batch", {str(size): str(size) for size in sizes}, fields)
+
+
+def held_out_cures_table() -> str:
+    labels = {
+        "cafe(batch_size=16,samples_per_dim=2)": "cafe",
+        "cafe(batch_size=16,samples_per_dim=2,lr=0.00025)": "cafe, a quarter of the learning rate",
+        "cafe-no-infomax(batch_size=16,samples_per_dim=2)": "cafe-no-infomax",
+        "infomax(batch_size=16)": "infomax",
+        "cafe(batch_size=16,samples_per_dim=2,min_samples=128)": "cafe, min_samples=128",
+    }
+    return grid("batches of 16", labels, [share("accuracy %", "held-out-small-batches", bold=False)])
+
+
+def svhn_all_table() -> str:
+    """The runs of both versions, in which the rows that they share are the same method."""
+    fields = [
+        share("accuracy %", "svhn-mnist-all", bold=False),
+        frechet("svhn-mnist-all", bold=False),
+        share("present version %", "unmix-svhn-mnist", bold=False),
+    ]
+    labels = list(dict.fromkeys([*fields[0].texts, *fields[2].texts]))
+    return grid("method", {label: label for label in labels}, fields)
+
+
+def unmix_table() -> str:
+    lines = ["source", "adabn", "cafe", "unmix", "tent(normalisation=unmix)", "roid(normalisation=unmix)", "cafe-plus"]
+    earlier = share("", "cifar10-mixed", bold=False).texts
+    offline = share("", "unmix-cifar10-offline")
+    texts = {label: earlier[label] for label in ("source", "adabn", "cafe")} | dict(offline.texts)
+    clean = share("clean %", "unmix-cifar10-clean", bold=False)
+    return grid(
+        "method",
+        {label: label for label in lines},
+        [Field("mixed, offline %", texts, offline.best), share("mixed, online %", *RIVALS), clean],
+    )
+
+
+def unmix_separated_table() -> str:
+    names = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
+    fields = [on_corruption(name.replace("_", " "), "unmix-cifar10-separated", name) for name in names]
+    return by_method(column("unmix-cifar10-separated"), *fields)
+
+
+def unmix_batches_table() -> str:
+    found = share("", "unmix-cifar10-batches", bold=False)
+    sizes = ("64", "16", "1")
+    fields = [
+        picked(f"{method} %", found, {size: f"{method}(batch_size={size})" for size in sizes})
+        for method in ("unmix", "cafe-plus")
+    ]
+    return grid("batch", {size: size for size in sizes}, fields)
+
+
+def two_columns(first: Field, second: Field, *folders: str) -> str:
+    labels = dict.fromkeys(row.label for folder in folders for row in rows(column(folder).records))
+    order = [row.label for row in rows([r for folder in folders for r in column(folder).records])]
+    return grid("method", {label: label for label in order if label in labels}, [first, second])
+
+
+def unmix_streams_table() -> str:
+    folders = ("unmix-cifar10-correlated", "unmix-cifar10-continual")
+    first = share("mixed and class-correlated %", folders[0], bold=False)
+    return two_columns(first, share("one corruption after the other %", folders[1], bold=False), *folders)
+
+
+def unmix_others_table() -> str:
+    folders = ("unmix-cifar100", "unmix-svhn-mnist")
+    return two_columns(share("CIFAR-100, mixed %", folders[0]), share("SVHN to MNIST %", folders[1]), *folders)
+
+
+def unmix_imagenet_table() -> str:
+    """Of two folders, whose rows `cafe-plus` are two methods."""
+    ours = share("", "unmix-imagenet", bold=False).texts
+    others = share("", "imagenet-mixed", bold=False).texts
+    texts = {**{label: text for label, text in others.items() if label != "cafe-plus"}, **ours}
+    return grid("method", {label: label for label in texts}, [Field("accuracy %", texts)])
+
+
+def rivals_table() -> str:
+    """Every row against `cafe`, with what it costs."""
+    source = column(*RIVALS)
+    lines = rows(source.records)
+    against, passes, times, memory = {}, {}, {}, {}
+    for row in lines:
+        differences, image = paired(source, row.label, "cafe") if row.label != "cafe" else ({}, None)
+        if image:
+            against[row.label] = f"{statistics.fmean(differences.values()):+.2f} {image.interval.text()}"
+        spent = cost(source.of(row.label))
+        passes[row.label] = f"{spent.forward:.2f} / {spent.backward:.2f}"
+        times[row.label] = f"{spent.milliseconds_per_image:.2f}"
+        memory[row.label] = f"{spent.run_memory_mb:,.0f}"
+    worst = {row.label: found[1].text() for row in lines if (found := worst_corruption(source, row))}
+    fields = [
+        measured("accuracy %", source, accuracy),
+        Field("against cafe, points", against),
+        measured("ECE %", source, calibration_error, bold=False),
+        Field("worst corruption %", worst),
+        Field("passes", passes),
+        Field("ms / image", times),
+        Field("memory MB", memory),
+    ]
+    return grid(("method", "needs from the source"), {r.label: (r.label, needs_text(r)) for r in lines}, fields)
+
+
+LOSSES = ("infomax", "cafe", "actmad", "unmix", "cafe-plus")
+TABLES: dict[str, Callable[[], str]] = {
+    "claims": lambda: claims_table(CLAIMS, "the paper's claim"),
+    "ours": lambda: claims_table(OURS, "ours"),
+    "mixed": mixed_table,
+    "losses-offline": lambda: losses_table(["cifar10-mixed"], ["adabn", "infomax", "cafe", "cafe-plus"]),
+    "losses-online": lambda: losses_table(RIVALS, LOSSES),
+    "halves": halves_table,
+    "answers": answers_table,
+    "separated": separated_table,
+    "separated-all": separated_all_table,
+    "groups": groups_table,
+    "normalisation": normalisation_table,
+    "small-batches": small_batches_table,
+    "same": lambda: beside_the_paper("cifar10-same"),
+    "gate": gate_table,
+    "svhn-mnist": lambda: beside_the_paper("svhn-mnist"),
+    "svhn-mnist-all": svhn_all_table,
+    "cifar100": lambda: beside_the_paper("cifar100-mixed"),
+    "imagenet": imagenet_table,
+    "dann": lambda: beside_the_paper("cifar10-dann", bold=False),
+    "held-out-normalisation": held_out_normalisation_table,
+    "held-out-batches": held_out_batches_table,
+    "held-out-cures": held_out_cures_table,
+    "unmix": unmix_table,
+    "unmix-separated": unmix_separated_table,
+    "unmix-batches": unmix_batches_table,
+    "unmix-streams": unmix_streams_table,
+    "unmix-others": unmix_others_table,
+    "unmix-imagenet": unmix_imagenet_table,
+    "rivals": rivals_table,
+}
+
+
+# Commands
+
+
+@dataclass
+class Shell:
+    """Commands as a block for a shell: what several of them share is a variable."""
+
+    declared: Declared
+    used: dict[str, str] = field(default_factory=dict)
+
+    def block(self, names: Sequence[str]) -> str:
+        """Of folders, and of models as `models/NAME`."""
+        commands = [words for name in names for words in self._commands(name)]
+        variables = {f"${n}": tuple(t.split()) for n, t in self.declared.words.items() if t.startswith("--")}
+        shared = {name: value for name, value in variables.items() if sum(_has(words, value) for words in commands) > 1}
+        lines = [f'{name[1:]}="{" ".join(value)}"' for name, value in shared.items()]
+        for words in commands:
+            for name, value in shared.items():
+                words = _replaced(words, value, name)
+            lines.append(" ".join(word if word in shared else shlex.quote(word) for word in words))
+        return "".join(f"    {line}\n" for text in lines for line in wrapped(text))
+
+    def _commands(self, name: str) -> Sequence[Words]:
+        if name.startswith("models/"):
+            return [self.declared.models[name.removeprefix("models/")]]
+        return self.declared.folders[name].commands
+
+
+def _place(words: Words, part: Words) -> int | None:
+    return next((i for i in range(len(words)) if words[i : i + len(part)] == part), None)
+
+
+def _has(words: Words, part: Words) -> bool:
+    return _place(words, part) is not None
+
+
+def _replaced(words: Words, part: Words, name: str) -> Words:
+    place = _place(words, part)
+    return words if place is None else (*words[:place], name, *words[place + len(part) :])
+
+
+def wrapped(command: str) -> list[str]:
+    """A command in lines, which end in backslashes where it goes on; never between a flag and its value."""
+    parts = re.split(r" (?=--|\$)", command)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 1 + len(part) <= WIDTH - 6:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def filled(text: str, declared: Declared) -> str:
+    """A page with its tables and commands as they should be."""
+
+    def block(match: re.Match[str]) -> str:
+        kind, names = match[2], match[3].split()
+        made = "\n".join(TABLES[name]() for name in names) if kind == "table" else Shell(declared).block(names)
+        return f"{match[1]}\n{made}\n{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def pages() -> list[Path]:
+    return [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text())]
+
+
+def main() -> None:
+    declared = Declared.load()
+    for page in pages():
+        before = page.read_text()
+        after = filled(before, declared)
+        if after != before:
+            page.write_text(after)
+            print(f"written: {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
