@@ -1,8 +1,10 @@
-"""Draws the pictures of the start pages from the embedded digits: python docs/pictures.py (one minute on one core).
+"""Draws the pictures of the docs: python docs/pictures.py [digits] [results] (both by default; one minute on one core).
 
-Every point and every number is measured: 896 test digits, each with one of the 15 corruptions at severity 5.
+`digits`: the pictures of the start pages. Every point and every number is measured: 896 test digits, each with one of
+the 15 corruptions at severity 5. `results`: those at the head of docs/results.md, from the records under docs/results/.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +19,12 @@ from torch import Tensor
 import cafe_tta as cafe
 from cafe_tta import corruptions, data
 from cafe_tta.bench.embedded import Embedded, embedded_digits
+from cafe_tta.bench.report.columns import Column, accuracy, by_corruption, corruptions_of, estimates, rows
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+from tables import RIVALS, column  # noqa: E402 - beside this script
+
 GREY, RED, BLUE = "#7a8288", "#d1495b", "#00798c"
 BATCH, PASSES = 128, 4
 SHOWN = ("contrast", "fog", "gaussian_noise", "glass_blur", "brightness")  # rows of the picture of unmixing
@@ -141,8 +147,8 @@ def draw_answers(axes: Axes, stream: Stream, columns: int = 10) -> None:
     tiles = [np.pad(stream.pixels[index], ((0, 0), (2, 2), (0, 0)), constant_values=255) for index in chosen]
     axes.imshow(np.concatenate(tiles, axis=1))
     axes.axis("off")
-    for column, index in enumerate(chosen):
-        middle, name = 36 * column + 17.5, corruptions.NAMES[stream.kinds[index]].replace("_", "\n")
+    for place, index in enumerate(chosen):
+        middle, name = 36 * place + 17.5, corruptions.NAMES[stream.kinds[index]].replace("_", "\n")
         axes.text(middle, -3, name, ha="center", va="bottom", fontsize=7)
         axes.text(middle - 7, 39, f"{before[index]} ✗", ha="center", va="center", color=RED, fontsize=10)
         axes.text(middle + 8, 39, f"{after[index]} ✓", ha="center", va="center", color=BLUE, fontsize=10)
@@ -202,17 +208,82 @@ def draw_unmixing(axes: list[Axes], stream: Stream) -> None:
             axes[1].plot([mean] * 2, [row - 0.4, row + 0.4], color=BLUE, lw=2.2, alpha=share)
 
 
-def main() -> None:
+PAPER = ("cafe", "cafe-dimwise", "cafe-no-infomax")
+OURS = ("unmix", "cafe-plus", "tent(normalisation=unmix)", "roid(normalisation=unmix)")
+LEFT = 58.0  # where the axis of accuracies begins
+
+
+def draw_methods(axes: Axes, made: Column) -> None:
+    """Every method on one stream, the best at the top; rows that are far below are named at the left edge."""
+    found, _ = estimates(made, rows(made.records), accuracy)
+    order = sorted(found, key=lambda label: found[label].mean)
+    for height, label in enumerate(order):
+        value = found[label]
+        colour = RED if label in OURS else BLUE if label in PAPER else GREY
+        if value.mean < LEFT:
+            axes.annotate(f"◂ {value.mean:.1f} %", (LEFT, height), (2, 0), textcoords="offset points", va="center")
+            continue
+        axes.errorbar(value.mean, height, xerr=value.std, fmt="o", ms=5, capsize=2.5, lw=1, color=colour)
+    axes.axvline(found["source"].mean, color="black", lw=0.8, ls=":")
+    axes.set_yticks(range(len(order)), order)
+    for tick, label in zip(axes.get_yticklabels(), order, strict=True):
+        tick.set_color(RED if label in OURS else BLUE if label in PAPER else "black")
+    axes.set(xlim=(LEFT, None), ylim=(-0.7, len(order) - 0.3))
+    axes.set_xlabel("accuracy %, mean ± standard deviation of three seeds; dotted: the model as trained")
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    for height, (words, colour) in enumerate((("unmixing (ours)", RED), ("CAFe (the paper)", BLUE), ("others", GREY))):
+        place = {"xycoords": "axes fraction", "ha": "right", "color": colour, "fontweight": "bold"}
+        axes.annotate(words, (0.98, 0.3 - 0.045 * height), **place)
+
+
+def draw_corruptions(axes: Axes, made: Column) -> None:
+    """The model, CAFe and `cafe-plus` on each corruption of the same stream, from hard to easy."""
+    shown = (("source", "s", GREY, "the model"), ("cafe", "o", BLUE, "cafe"), ("cafe-plus", "D", RED, "cafe-plus"))
+    values = {label: by_corruption(made.of(label)) for label, *_ in shown}
+    names = sorted(corruptions_of(made), key=lambda name: values["source"][name].mean)
+    for place, name in enumerate(names):
+        means = [values[label][name].mean for label, *_ in shown]
+        axes.plot([place, place], [min(means), max(means)], color="0.75", lw=1.5, zorder=1)
+    for label, marker, colour, words in shown:
+        means = [values[label][name].mean for name in names]
+        axes.plot(range(len(names)), means, marker, ms=7, color=colour, label=words)
+    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], rotation=35, ha="right")
+    axes.set_ylabel("accuracy %, mean of three seeds")
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw_results() -> None:
+    made = column(*RIVALS)
+    figure, axes = plt.subplots(figsize=(8, 6.2), layout="constrained")
+    draw_methods(axes, made)
+    figure.savefig(FOLDER / "results-methods.png", dpi=140)
+    figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
+    draw_corruptions(axes, made)
+    figure.savefig(FOLDER / "results-corruptions.png", dpi=140)
+
+
+def draw_digits() -> None:
     stream = Stream.make()
+    figure = plt.figure(figsize=(9, 5.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1, 2])
+    draw_answers(top.subplots(), stream)
+    draw_features(list(bottom.subplots(1, 2)), stream)
+    figure.savefig(FOLDER / "cafe.png", dpi=140)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    draw_unmixing(list(axes), stream)
+    figure.savefig(FOLDER / "unmixing.png", dpi=140)
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or ["digits", "results"]
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(9, 5.2), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=[1, 2])
-        draw_answers(top.subplots(), stream)
-        draw_features(list(bottom.subplots(1, 2)), stream)
-        figure.savefig(FOLDER / "cafe.png", dpi=140)
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
-        draw_unmixing(list(axes), stream)
-        figure.savefig(FOLDER / "unmixing.png", dpi=140)
+        if "digits" in chosen:
+            draw_digits()
+        if "results" in chosen:
+            draw_results()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from cafe_tta.cli import app
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+QUESTIONS = [ROOT / "docs/results.md", *sorted((ROOT / "docs/questions").glob("*.md"))]
 CODE = re.compile(r"^```sh\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 COMMITTED = sorted(path.parent.name for path in RESULTS.glob(f"*/{RECORDS}"))
 
@@ -145,3 +148,76 @@ def test_the_makefile_hands_on_what_it_is_given():
 def reproduce(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "docs/reproduce.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+# Pages
+
+
+def blocks(page: Path) -> list[str]:
+    """The blocks of code of a page, with lines that go on joined and shell variables filled in."""
+    found = []
+    for fenced, indented in CODE.findall(page.read_text()):
+        text = re.sub(r"\\\n *", "", inspect.cleandoc(fenced or indented))
+        for name, value in re.findall(r'^(\w+)="(.*)"$', text, re.MULTILINE):
+            text = re.sub(rf"\${name}\b", lambda _, value=value: value, text)
+        found.append(text)
+    return found
+
+
+def commands(page: Path) -> list[str]:
+    """The lines that run a command, without comments."""
+    lines = [line for block in blocks(page) for line in block.splitlines()]
+    started = re.compile(r"(?:\w+=\S+ )*(?:cafe-tta|torchrun|python|make|mkdocs) ")
+    return [line.partition(" #")[0] for line in lines if started.match(line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_the_docs_are_complete(page):
+    assert not [line for line in commands(page) if "…" in line or "..." in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_command_that_writes_to_docs_results_is_the_declared_one(page):
+    known = {words for folder in declared().folders.values() for words in map(frozenset, folder.commands)}
+    written = [shlex.split(line) for line in commands(page) if "--output docs/results/" in line]
+    assert not [shlex.join(words) for words in written if frozenset(words) not in known]
+
+
+def test_every_folder_is_shown_with_its_commands():
+    written = [line for page in PAGES for line in commands(page) if "--output docs/results/" in line]
+    shown = {frozenset(shlex.split(line)) for line in written}
+    missing = [f.name for f in declared().folders.values() if not {*map(frozenset, f.commands)} <= shown]
+    assert not missing, f"put `<!-- command: NAME -->` on a page for: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", script("tables").pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_the_tables_and_commands_that_the_records_give(page):
+    made = script("tables").filled(page.read_text(), declared())
+    assert page.read_text() == made, "run: python docs/tables.py"
+
+
+def test_every_table_is_on_a_page():
+    named = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
+    used = {name for page in PAGES for names in named.findall(page.read_text()) for name in names.split()}
+    assert used == set(script("tables").TABLES)
+
+
+@pytest.mark.parametrize("page", QUESTIONS, ids=lambda page: page.stem)
+def test_accuracies_in_the_text_stand_in_a_table(page):
+    """Numbers with two digits after the point and two before it, but those of an audit and of superseded records."""
+    rows = [line for path in QUESTIONS for line in path.read_text().splitlines() if line.startswith("|")]
+    cells = {number for row in rows for number in re.findall(r"\d+\.\d\d\b", row)}
+    text = re.sub(r"^\|.*$|^ {4}.*$", "", page.read_text(), flags=re.MULTILINE)
+    paragraphs = [part for part in text.split("\n\n") if "audit" not in part and "superseded" not in part]
+    numbers = {number for part in paragraphs for number in re.findall(r"\b\d\d+\.\d\d\b", part)}
+    assert numbers <= cells
+
+
+def test_a_changed_record_would_change_the_page(monkeypatch):
+    """What the test above compares is really read from the records."""
+    tables = script("tables")
+    text = tables.TABLES["same"]()
+    column = tables.column("cifar10-same")
+    worse = [replace(record, accuracy=record.accuracy - 0.01) for record in column.records]
+    monkeypatch.setattr(tables, "column", lambda *_: replace(column, records=tuple(worse)))
+    assert "| source | **82.90** |" in text and "| source | **81.90** |" in tables.TABLES["same"]()
