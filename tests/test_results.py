@@ -43,6 +43,7 @@ def declared():
 def planned(words, monkeypatch) -> list:
     """What `cafe-tta bench` would run."""
     found = []
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(importlib.import_module("cafe_tta.cli.bench"), "_run", lambda plan, *_: found.append(plan))
     result = CliRunner().invoke(app, list(words[1:]))
     assert result.exit_code == 0, result.output or result.exception
@@ -86,12 +87,16 @@ def test_a_model_is_trained_before_it_is_used():
     assert commands[0][-1] == "models/svhn"
 
 
-def test_data_that_are_missing_are_named():
-    result = reproduce("--output", "/tmp/never", "imagenet-mixed")
-    if (ROOT / "data/imagenet_second1000").exists():
-        pytest.skip("the data are there")
-    assert result.returncode == 1 and "data/imagenet_second1000/images.npy: " in result.stderr
-    assert not Path("/tmp/never").exists()
+def test_data_that_are_missing_are_named_and_nothing_is_run(tmp_path, monkeypatch):
+    module = script("reproduce")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "data/imagenet_first1000").mkdir(parents=True)
+    (tmp_path / "data/imagenet_first1000/images.npy").touch()
+    with pytest.raises(ValueError) as caught:
+        module.run(declared(), declared().chosen(["imagenet-mixed"]), tmp_path / "again", None, False)
+    assert "data/imagenet_second1000/images.npy: another one of each class" in str(caught.value)
+    assert "data/resnet50_imagenet.safetensors: ResNet-50" in str(caught.value)
+    assert "first1000" not in str(caught.value) and not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(
