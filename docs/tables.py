@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from cafe_tta.bench import paper
-from cafe_tta.bench.experiments import Row
+from cafe_tta.bench.experiments import Row, labelled
+from cafe_tta.bench.rates import accuracies, best_rate
 from cafe_tta.bench.records import RECORDS, Record, collect
 from cafe_tta.bench.report.columns import (
     Column,
@@ -30,6 +31,7 @@ from cafe_tta.bench.report.columns import (
 )
 from cafe_tta.bench.report.formats import markdown_grid
 from cafe_tta.bench.report.paired import Interval, by_seed, paired
+from cafe_tta.bench.report.searched import rates_tables
 from cafe_tta.bench.report.tables import (
     Cell,
     Line,
@@ -49,7 +51,8 @@ from reproduce import RESULTS, ROOT, Declared, Words  # noqa: E402 - beside this
 BLOCK = re.compile(r"^(<!-- (table|command): ([^>]+?) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 WIDTH = 116  # of a line of a command
 EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
-RIVALS = ("rivals-cifar10-online", "unmix-cifar10-online")
+RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "unmix-cifar10-online")
+SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
 
 
 @cache
@@ -128,8 +131,12 @@ def grid(stub: str | Sequence[str], lines: Mapping[str, str | Sequence[str]], fi
     names = (stub,) if isinstance(stub, str) else tuple(stub)
     heads = {key: (head,) if isinstance(head, str) else tuple(head) for key, head in lines.items()}
     made = tuple(Line(head, tuple(field.cell(key) for field in fields)) for key, head in heads.items())
-    text = markdown_grid(Table("", "", names, tuple((field.head,) for field in fields), made))
-    return re.sub(r"\\([\[\]`_])", r"\1", text)  # our own texts mean what they say
+    return plain(markdown_grid(Table("", "", names, tuple((field.head,) for field in fields), made)))
+
+
+def plain(text: str) -> str:
+    """Markdown whose own texts mean what they say."""
+    return re.sub(r"\\([\[\]`_])", r"\1", text)
 
 
 def by_method(source: Column, *fields: Field) -> str:
@@ -570,30 +577,79 @@ def unmix_imagenet_table() -> str:
     return grid("method", {label: label for label in texts}, [Field("accuracy %", texts)])
 
 
+def difference(source: Column, label: str, than: str) -> str:
+    """The difference of two rows in points, paired by image, with its interval; empty where it is not known."""
+    differences, image = paired(source, label, than) if label != than else ({}, None)
+    return f"{statistics.fmean(differences.values()):+.2f} {image.interval.text()}" if image else ""
+
+
+def qualities(source: Column) -> list[Field]:
+    """Accuracy, also against `cafe`, calibration, and the worst corruption."""
+    lines = rows(source.records)
+    worst = {row.label: found[1].text() for row in lines if (found := worst_corruption(source, row))}
+    return [
+        measured("accuracy %", source, accuracy),
+        Field("against cafe, points", {row.label: difference(source, row.label, "cafe") for row in lines}),
+        measured("ECE %", source, calibration_error, bold=False),
+        Field("worst corruption %", worst),
+    ]
+
+
 def rivals_table() -> str:
     """Every row against `cafe`, with what it costs."""
     source = column(*RIVALS)
     lines = rows(source.records)
-    against, passes, times, memory = {}, {}, {}, {}
+    passes, times, memory = {}, {}, {}
     for row in lines:
-        differences, image = paired(source, row.label, "cafe") if row.label != "cafe" else ({}, None)
-        if image:
-            against[row.label] = f"{statistics.fmean(differences.values()):+.2f} {image.interval.text()}"
         spent = cost(source.of(row.label))
         passes[row.label] = f"{spent.forward:.2f} / {spent.backward:.2f}"
         times[row.label] = f"{spent.milliseconds_per_image:.2f}"
         memory[row.label] = f"{spent.run_memory_mb:,.0f}"
-    worst = {row.label: found[1].text() for row in lines if (found := worst_corruption(source, row))}
     fields = [
-        measured("accuracy %", source, accuracy),
-        Field("against cafe, points", against),
-        measured("ECE %", source, calibration_error, bold=False),
-        Field("worst corruption %", worst),
+        *qualities(source),
         Field("passes", passes),
         Field("ms / image", times),
         Field("memory MB", memory),
     ]
     return grid(("method", "needs from the source"), {r.label: (r.label, needs_text(r)) for r in lines}, fields)
+
+
+def rates_table() -> str:
+    """The search for learning rates: as the report has it, and how far the best rate is above the method's own."""
+    (table,) = rates_tables(collect([ROOT / RESULTS / SEARCHED / RECORDS])[0])
+    return plain(markdown_grid(table))
+
+
+def tuned_table() -> str:
+    """Every method at its published learning rate, and at the one that the search found."""
+    source, found = column(*RIVALS, TUNED), accuracies(column(SEARCHED).records)
+    published, rates, tuned, change = {}, {}, {}, {}
+    lines = {}
+    means, _ = estimates(source, rows(source.records), accuracy)
+    for row in rows(source.records):
+        if row.label not in found or len(found[row.label]) < 2:
+            continue
+        own = source.of(row.label)[0].config["lr"]
+        best = best_rate(found[row.label], own)
+        label = row.label if best == own else labelled(row.label, f"lr={best:g}")
+        lines[row.label] = (row.label, f"{own:g}")
+        published[row.label] = means[row.label].text()
+        rates[row.label] = f"{best:g}"
+        tuned[row.label] = means[label].text()
+        change[row.label] = difference(source, label, row.label)
+    fields = [
+        Field("accuracy %", published),
+        Field("rate found", rates),
+        Field("accuracy % with it", tuned),
+        Field("change, points", change),
+    ]
+    return grid(("method", "published rate"), lines, fields)
+
+
+def rivals_offline_table() -> str:
+    """Every method, answering after the stream is over."""
+    source = column("rivals-cifar10-offline")
+    return by_method(source, *qualities(source))
 
 
 LOSSES = ("infomax", "cafe", "actmad", "unmix", "cafe-plus")
@@ -627,6 +683,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "unmix-others": unmix_others_table,
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
+    "rivals-offline": rivals_offline_table,
+    "rates": rates_table,
+    "tuned": tuned_table,
 }
 
 
