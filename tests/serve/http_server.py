@@ -79,13 +79,15 @@ def png(pixels: np.ndarray, format: str = "PNG", **options: object) -> bytes:
     return file.getvalue()
 
 
-def infer(client: httpx.Client, pixels: np.ndarray, request_id: str, **parameters: object) -> httpx.Response:
+def infer(
+    client: httpx.Client, pixels: np.ndarray, request_id: str, model: str = "small", **parameters: object
+) -> httpx.Response:
     """A request with binary pixels."""
     tensor = {"name": "images", "datatype": "UINT8", "shape": list(pixels.shape)}
     tensor["parameters"] = {"binary_data_size": pixels.nbytes}
     header = json.dumps({"id": request_id, "parameters": parameters, "inputs": [tensor]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
-    return client.post("/v2/models/small/infer", content=header + pixels.tobytes(), headers=headers)
+    return client.post(f"/v2/models/{model}/infer", content=header + pixels.tobytes(), headers=headers)
 
 
 def logits(answer: httpx.Response) -> np.ndarray:

@@ -182,7 +182,7 @@ def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_res
                 send(server, camera, images[64:])
             check_clusters(driver, client)
             check_widths(driver)
-            gauge = re.search(r"^cafe_tta_clusters (\S+)$", client.get("/metrics").text, re.M)
+            gauge = re.search(r'^cafe_tta_clusters\{model="small"\} (\S+)$', client.get("/metrics").text, re.M)
             before = client.get("/api/status").json()["clusters"]
             assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
         with serve(files, *options) as server, server.until_ready().client() as client:

@@ -10,12 +10,19 @@ let retry = 1000;
 let busy = false;
 let order = { key: "drift", up: false };
 
+// Which model this page is of; where a server has one only, it need not be named.
+
+const MODEL = new URLSearchParams(location.search).get("model");
+function address(action) {
+  return "api/" + action + (MODEL === null ? "" : "?model=" + encodeURIComponent(MODEL));
+}
+
 // Listening
 
 function listen() {
   if (stream) stream.close();
   heard = Date.now();
-  stream = new EventSource("api/events");
+  stream = new EventSource(address("events"));
   const take = (event) => {
     try {
       latest = JSON.parse(event.data);
@@ -32,8 +39,16 @@ function listen() {
   stream.onerror = () => {
     setLost(true);
     // The browser tries again by itself, but gives up where a proxy answers with an error.
-    if (stream.readyState === EventSource.CLOSED) later();
+    if (stream.readyState === EventSource.CLOSED) {
+      later();
+      if (MODEL === null) listIfSeveral();
+    }
   };
+}
+// Where models were added since, the server asks which one: its first page lists them.
+async function listIfSeveral() {
+  const response = await fetch("api/status").catch(() => null);
+  if (response && response.status === 409) location.reload();
 }
 let waiting = 0;
 function later() {
@@ -71,7 +86,7 @@ async function ask(action, body, done) {
     const token = sessionStorage.getItem(TOKEN);
     const headers = { "Content-Type": "application/json" };
     if (token) headers.Authorization = "Bearer " + token;
-    const response = await fetch("api/" + action, { method: "POST", headers, body: JSON.stringify(body || {}) });
+    const response = await fetch(address(action), { method: "POST", headers, body: JSON.stringify(body || {}) });
     if (response.status === 401 || response.status === 403) {
       sessionStorage.removeItem(TOKEN);
       busy = false;
@@ -165,11 +180,6 @@ function buttons(lost) {
 
 // Showing
 
-function write(id, text) {
-  const place = byId(id);
-  if (place.textContent !== text) place.textContent = text; // unchanged text must not be read out again
-}
-const STATES = { adapting: "Adapting", paused: "Paused", off: "Adaptation off" };
 
 function render() {
   const s = latest;
@@ -336,6 +346,8 @@ function happened(s, events) {
   }));
 }
 
+byId("all-models").hidden = MODEL === null;
+byId("status-link").href = address("status");
 let resized = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(resized);
