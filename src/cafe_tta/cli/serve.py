@@ -108,6 +108,7 @@ def _check(built: Built, settings: Settings) -> None:
         ("statistics", "none: drift is unknown" if statistics is None else f"{len(statistics.groups)} groups"),
         ("state", state),
         ("address", f"http://{settings.host}:{settings.port}/v2/models/{name}"),
+        ("leader", settings.leader or "none: adapts by itself"),
         ("token", "needed to pause, resume, reset, roll back and save" if settings.token else "none"),
         ("check", "one image was answered; all is well"),
     ])  # fmt: skip

@@ -202,7 +202,7 @@ class Follower(Service):
         """Images that are sent together."""
         first = next((waiting[0].image for waiting in self._outbox._outgoing.values() if waiting), None)
         size = 1 if first is None else 4 * first.numel()
-        return max(1, min(self.settings.max_batch_size, BATCH_BYTES // size))
+        return max(1, min(self.settings.max_batch_size, min(BATCH_BYTES, self.settings.max_body_bytes // 2) // size))
 
     def _may_send(self) -> bool:
         adapting = self._standing is not None and self._standing.adapting

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,8 @@ IMAGES, IMAGES_FORMAT = "serve-images", 1
 FOLLOWER = r"[\w.:-]{1,64}"  # what a follower may call itself
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 20.0
 MOST_JSON = 16 * 2**20  # bytes of a standing, or of an error
+PRESENT = 10.0  # seconds since its last question in which a follower counts as present
+REMEMBERED = 256  # followers, of which the one that was silent longest is forgotten
 LONGEST_PAUSE = 30.0  # seconds that a busy leader may ask for
 
 
@@ -112,6 +115,38 @@ def _outgoing(image: Tensor, known: Any) -> Outgoing:
     if not isinstance(camera, str) or not isinstance(verified, bool) or not isinstance(request, str):
         raise ValueError("expected `camera` and `request` to be texts, and `verified` to be true or false")
     return Outgoing(camera, image, verified, request[:64])
+
+
+@dataclass
+class _Known:
+    last_seen: float  # in seconds since 1970
+    version: int = 0  # that it answers with
+    images: int = 0  # that it sent
+
+
+class Followers:
+    """The followers of one model, as their leader knows them: who they are, and what they sent. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}  # the one that was silent longest comes first
+        self.images = 0  # that all of them sent
+
+    def note(self, name: str, version: int, images: int = 0) -> None:
+        known = self._known.pop(name, None) or _Known(0.0)
+        self._known[name] = _Known(time.time(), version, known.images + images)
+        self.images += images
+        if len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    def describe(self) -> dict[str, Any]:
+        """For the status: those that are present, and the images of all."""
+        now = time.time()
+        present = [
+            {"follower": name, "last_seen": known.last_seen, "version": known.version, "images": known.images}
+            for name, known in list(self._known.items())
+            if now - known.last_seen < PRESENT
+        ]
+        return {"followers": present, "follower_images": self.images}
 
 
 class Leader:

@@ -17,6 +17,7 @@ from cafe_tta.serve.build import Built, named
 from cafe_tta.serve.events import names_only
 from cafe_tta.serve.http import dashboard, middleware, openapi
 from cafe_tta.serve.http.body import Lease, ModelBytes, PendingBytes, read_body
+from cafe_tta.serve.http.followers import follower_name, receive, require_follower
 from cafe_tta.serve.http.inference import Inference
 from cafe_tta.serve.http.metrics import CONTENT_TYPE, Metrics
 from cafe_tta.serve.http.middleware import ServeError, bad_request
@@ -336,6 +337,37 @@ class App:
             self._statuses[name] = (time.monotonic(), text)
         return text
 
+    # For followers
+
+    async def standing(self, request: Request, follower: str, version: int = 0, model: str | None = None) -> Response:
+        """What followers have to know, beside the snapshot."""
+        inference = self._led(request, model)
+        inference.followers.note(follower_name(follower), version)
+        return await self._standing(inference)
+
+    async def snapshot(self, request: Request, model: str | None = None) -> Response:
+        """The published snapshot, in the format of the files of the state."""
+        inference = self._led(request, model)
+        content = await asyncio.to_thread(inference.service.snapshot)
+        return Response(content, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+
+    async def images(self, request: Request, follower: str, version: int = 0, model: str | None = None) -> Response:
+        """Adapts to images that a follower answered; what it has to know comes back."""
+        inference, name = self._led(request, model), follower_name(follower)
+        taken = await receive(request, inference)
+        inference.followers.note(name, version, len(taken))
+        return await self._standing(inference)
+
+    def _led(self, request: Request, model: str | None) -> Inference:
+        inference = self.model(model)
+        require_follower(request, self.settings.token, inference)
+        return inference
+
+    @staticmethod
+    async def _standing(inference: Inference) -> Response:
+        standing = await asyncio.to_thread(inference.service.standing)
+        return Response(standing.write(), media_type="application/json")
+
     async def metrics_text(self) -> Response:
         """Metrics for Prometheus."""
         return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": CONTENT_TYPE})
@@ -406,12 +438,15 @@ def create_app(state: App) -> FastAPI:
         "/api/models": state.summary,
         "/api/status": state.status,
         "/api/events": state.events,
+        "/api/standing": state.standing,
+        "/api/snapshot": state.snapshot,
         "/metrics": state.metrics_text,
     }
     post: dict[str, Callable[..., Any]] = {
         "/v2/repository/index": state.repository_index,
         f"{model}/infer": state.infer,
         f"{model}/versions/{{version}}/infer": state.infer,
+        "/api/images": state.images,
         "/api/{action}": state.control,
         "/api/cameras/{name:path}": state.camera,
     }
@@ -439,7 +474,8 @@ async def _described(name: str, inference: Inference) -> dict[str, str]:
 
 def _summary(described: dict[str, str], status: dict[str, Any]) -> dict[str, Any]:
     """A model in a line: whether it answers, and the figures of its status that say how it is."""
-    shown = ("method", "state", "version", "images", "adapted_images", "steps", "drift", "stalled", "started", "now")
+    figures = ("images", "adapted_images", "steps", "drift", "stalled")
+    shown = ("method", "state", "version", *figures, "leader", "followers", "started", "now")
     last = status["series"][-1] if status["series"] else {}
     return {
         "name": described["name"],

@@ -22,6 +22,7 @@ from cafe_tta.serve.http.metrics import Metrics, NamedCameras
 from cafe_tta.serve.http.middleware import ServeError, check_site
 from cafe_tta.serve.http.plain import is_plain, read_plain, recognised
 from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply, shown
+from cafe_tta.serve.leader import Followers
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Inference:
         self.built, self.service, self.settings = built, built.service, built.service.settings
         self.signature = Signature.of(self.service, built.model.preprocessing)
         self.metrics = metrics.of(self.signature.name)
+        self.followers = Followers()
         self.named_cameras = NamedCameras(self.settings.metrics_cameras)
         tokens = self.settings.camera_tokens
         self.credentials = None if tokens is None else Credentials(tokens)
@@ -78,7 +80,7 @@ class Inference:
             )
 
     def status(self) -> dict[str, Any]:
-        return self.service.status()
+        return self.service.status() | self.followers.describe()
 
     @property
     def waiting(self) -> int:
@@ -121,9 +123,13 @@ class Inference:
     def admit(self, version: str) -> None:
         """Refuses a request that cannot be answered, before its images are read."""
         self.require_version(version)
+        self.require_batcher().check_room()
+
+    def require_batcher(self) -> Batcher:
+        """The queue before the model, once that is ready."""
         if not self.warm or self.batcher is None:
             raise ServeError(503, "the model is not ready yet", retry_after=1)
-        self.batcher.check_room()
+        return self.batcher
 
     async def answer(self, parsed: InferRequest, authorization: str, lease: Lease, held: int, started: float) -> Result:
         """The answer to a request that was admitted, and whose body holds so many bytes."""
@@ -161,21 +167,29 @@ class Inference:
     def counted(self) -> Iterator["Count"]:
         """Counts a request, from its beginning to its answer."""
         count, code = Count(time.monotonic()), 500
-        self._active += 1
         try:
-            yield count
+            with self.occupied():
+                yield count
             code = 200
         except ServeError as error:
             code = error.status
             raise
         finally:
-            self._active -= 1
             seconds = time.monotonic() - count.started
             self.metrics.answered(code)
             self.metrics.request_seconds.observe(seconds)
             self.metrics.images.inc(count.images)
             if count.images:
                 self.service.observe(count.images, seconds)
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Keeps the model until a request is answered."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
 
     async def _parse(self, request: Request, body: bytearray) -> InferRequest:
         content_type = recognised(body, request.headers.get("content-type", ""))

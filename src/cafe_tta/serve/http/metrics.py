@@ -179,6 +179,7 @@ def _figures(measured: Measured) -> Iterator[_Figure]:
     yield one("model_version", "Number of the state that answers.", status["version"])
     yield one("adapting", "1 while the model adapts.", status["state"] == "adapting")
     yield one("stalled", "1 while adapting comes to nothing.", status["stalled"] is not None)
+    yield from _of_several_servers(status)
     cameras = status["cameras"]
     yield one("cameras", "Cameras that are known.", len(cameras))
     quarantined = sum(camera["quarantined"] is not None for camera in cameras)
@@ -189,6 +190,19 @@ def _figures(measured: Measured) -> Iterator[_Figure]:
     drift = ((name, status["drift"].get(key)) for name, key in (("adapted", "overall"), ("source", "source")))
     known = [((name,), value) for name, value in drift if value is not None]
     yield _Figure("drift", "Drift of recent images from the source images; 1 is like them.", known, ["weights"])
+
+
+def _of_several_servers(status: Mapping[str, Any]) -> Iterator[_Figure]:
+    """The figures of a leader; and those of a follower, which others have not."""
+    yield _Figure("followers", "Servers that follow this one.", [((), len(status["followers"]))])
+    taken = [((), status["follower_images"])]
+    yield _Figure("follower_images", "Images to adapt to that followers sent.", taken, counted=True)
+    leader = status["leader"]
+    up = [] if leader is None else [((), float(leader["away"] is None))]
+    yield _Figure("leader_up", "Of a follower: 1 while its leader answers.", up)
+    for name, what in (("sent", "that were sent to the leader"), ("unsent", "that the leader did not get")):
+        count = [] if leader is None else [((), leader[f"{name}_images"])]
+        yield _Figure(f"{name}_images", f"Of a follower: images to adapt to {what}.", count, counted=True)
 
 
 def _by_camera(cameras: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:

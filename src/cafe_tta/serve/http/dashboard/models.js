@@ -36,7 +36,8 @@ function card(m) {
   const version = m.version === 0 ? "source model" : `version ${m.version}`;
   const drift = (m.drift || {}).overall;
   const judgement = judged(drift);
-  const problem = m.reason || (m.stalled ? `Adapting comes to nothing: ${m.stalled}.` : "");
+  const away = m.leader && m.leader.away ? `The leader at ${m.leader.url} is away: ${m.leader.away}.` : "";
+  const problem = m.reason || away || (m.stalled ? `Adapting comes to nothing: ${m.stalled}.` : "");
   const quarantined = m.quarantined ? `, ${m.quarantined} quarantined` : "";
   return html("section", { class: "card model" },
     html("div", { class: "head" }, html("h2", {}, link), pill),

@@ -171,11 +171,12 @@ function describeSnapshot(s) {
 function buttons(lost) {
   const off = lost || busy || !latest;
   const state = latest ? latest.state : "";
-  byId("pause").disabled = off || state !== "adapting";
+  const follows = Boolean(latest && latest.leader); // its leader is the one to ask
+  byId("pause").disabled = off || !["adapting", "following", "alone"].includes(state);
   byId("resume").disabled = off || state !== "paused";
-  byId("rollback").disabled = off || !older().length;
+  byId("rollback").disabled = off || follows || !older().length;
   byId("save").disabled = off;
-  byId("reset").disabled = off;
+  byId("reset").disabled = off || follows;
 }
 
 // Showing
@@ -186,9 +187,12 @@ function render() {
   byId("stalled").hidden = !s.stalled;
   write("stalled", s.stalled ? `Adapting comes to nothing: ${s.stalled}.` : "");
   if (!s) return;
+  const away = s.leader && s.leader.away;
+  byId("leader").hidden = !away;
+  write("leader", away ? `The leader at ${s.leader.url} is away since ${clock(s.leader.since, true)} (${away}). Version ${s.version} goes on answering; nothing is adapted to.` : "");
   write("name", s.name || "cafe-tta");
   document.title = `${s.name || "cafe-tta"} · ${STATES[s.state] || s.state}`;
-  write("about", `${s.method} · version ${s.version}${s.version === 0 ? " (source model)" : ""} · up ${since(s.now - s.started)}`);
+  write("about", `${s.method} · version ${s.version}${s.version === 0 ? " (source model)" : ""} · up ${since(s.now - s.started)}${fleet(s)}`);
   write("state", STATES[s.state] || String(s.state));
   byId("state").dataset.state = s.state;
   write("clock", `as of ${clock(s.now, true)}`);
@@ -206,6 +210,13 @@ function render() {
   happened(s, events);
 }
 
+// Which other servers this one adapts with.
+function fleet(s) {
+  if (s.leader) return ` · follows ${s.leader.url}`;
+  const count = (s.followers || []).length;
+  return count ? ` · leads ${count} ${count === 1 ? "follower" : "followers"}` : "";
+}
+
 function tiles(s) {
   const drift = (s.drift || {}).overall;
   const source = (s.drift || {}).source;
@@ -215,7 +226,8 @@ function tiles(s) {
   const without = known(source) ? ` · ${figure(source)} without adapting` : "";
   write("drift-more", s.images ? judgement.word + without : "no images yet");
   write("images", short(s.images));
-  write("images-more", s.images ? `${short(s.adapted_images)} taken for adapting` : "no images yet");
+  const taken = s.leader ? `${short(s.leader.sent_images)} sent to the leader` : `${short(s.adapted_images)} taken for adapting`;
+  write("images-more", s.images ? taken : "no images yet");
   const last = (s.series || []).at(-1) || {};
   write("rate", known(last.images_per_second) ? figure(last.images_per_second) : "–");
   unit("latency", known(last.latency_p50_ms) ? figure(last.latency_p50_ms) : "–", known(last.latency_p50_ms) ? " ms" : "");

@@ -1,0 +1,220 @@
+"""Servers that adapt as one: one leads, others follow; each of them is killed, and joins again."""
+
+import re
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, shared_files, until
+
+TOKEN = "sesame-open-wide"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+SMALL = (
+    "--method", "cafe", "--no-gate", "--no-judge", "--step-images", "16", "--validation-images", "16",
+    "--buffer-images", "256", "--adapt-share", "1", "--set", "normalisation=source", "--token", TOKEN,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    return shared_files(tmp_path_factory)
+
+
+def serve(files: Files, *more: object) -> Server:
+    return Server("--model", files.model, "--stats", files.stats, *SMALL, *more)
+
+
+def noise(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+
+
+def status(client: httpx.Client) -> dict:
+    return client.get("/api/status").json()
+
+
+def version(client: httpx.Client) -> int:
+    return status(client)["version"]
+
+
+def send_until(client: httpx.Client, condition, what: str) -> None:
+    """Sends noise, always another, until something is so."""
+    seeds = iter(range(10_000))
+
+    def ask() -> bool:
+        assert infer(client, noise(16, next(seeds)), "x", camera="noise").status_code == 200
+        return condition()
+
+    until(ask, what)
+
+
+def same_answers(one: httpx.Client, other: httpx.Client) -> None:
+    ours, theirs = (infer(client, digits(4), "x", adapt=False) for client in (one, other))
+    assert ours.json()["parameters"]["model_version"] == theirs.json()["parameters"]["model_version"]
+    np.testing.assert_allclose(logits(ours), logits(theirs), atol=1e-4)
+
+
+class Sender:
+    """A client that never stops asking; what went wrong, and how many answers there were."""
+
+    def __init__(self, server: Server) -> None:
+        self.stop = threading.Event()
+        self.answered = 0
+        self.wrong: list[str] = []
+        self._thread = threading.Thread(target=self._send, args=(server,))
+
+    def _send(self, server: Server) -> None:
+        with server.client() as client:
+            while not self.stop.is_set():
+                answer = infer(client, noise(4, self.answered), "x", camera="always")
+                self.answered += answer.status_code == 200
+                if answer.status_code != 200:
+                    self.wrong.append(answer.text)
+
+    def go_on(self) -> None:
+        known = self.answered
+        until(lambda: self.answered > known + 10, "answers")
+
+    def __enter__(self) -> "Sender":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self._thread.join(PATIENCE)
+
+
+def test_two_processes_adapt_as_one_and_outlive_each_other(files, tmp_path):
+    state = tmp_path / "state"
+    with serve(files, "--state", state) as leader, leader.until_ready().client(headers=BEARER) as lead:
+        address = leader.address.rpartition(":")[2]
+        with serve(files, "--leader", leader.url) as follower, follower.until_ready().client(headers=BEARER) as follow:
+            assert status(follow)["state"] == "following" and status(follow)["leader"]["away"] is None
+            # Images that the follower answers make the leader step, and both answer with what it made of them.
+            send_until(follow, lambda: version(lead) >= 1, "a step of the leader")
+            assert [camera["camera"] for camera in status(lead)["cameras"]] == ["noise"]
+            assert lead.post("/api/pause").json()["ok"]
+            until(lambda: version(follow) == version(lead), "the same version")
+            same_answers(lead, follow)
+            (known,) = status(lead)["followers"]
+            assert known["images"] > 0 and status(follow)["leader"]["sent_images"] >= known["images"]
+            text = lead.get("/metrics").text
+            assert 'cafe_tta_followers{model="small"} 1.0' in text and "cafe_tta_leader_up{" not in text
+            assert 'cafe_tta_leader_up{model="small"} 1.0' in follow.get("/metrics").text
+            # What the leader gives out after its last save is lost with it: the follower must not stay on it.
+            assert lead.post("/api/save").json()["ok"]
+            saved = version(lead)
+            assert lead.post("/api/resume").json()["ok"]
+            send_until(follow, lambda: version(follow) > saved, "a later version")
+            with Sender(follower) as sender:
+                sender.go_on()
+                leader.kill()
+                until(lambda: status(follow)["state"] == "alone", "the follower notices")
+                lost = version(follow)
+                assert lost > saved
+                sender.go_on()
+                assert version(follow) == lost  # it goes on answering with its last snapshot, and says so
+                assert "no answer" in status(follow)["leader"]["away"]
+                assert status(follow)["leader"]["unsent_images"] > 0
+                assert 'cafe_tta_leader_up{model="small"} 0.0' in follow.get("/metrics").text
+                assert re.search(r"leader_lost: the leader at \S+ is away: no answer", follower.log)
+                restart = ("--state", state, "--port", address, "--no-adapt")  # so that its version stays
+                with serve(files, *restart) as again, again.until_ready().client(headers=BEARER) as lead_again:
+                    until(lambda: status(follow)["leader"]["away"] is None, "the follower joins again")
+                    assert version(lead_again) == saved
+                    until(lambda: version(follow) == saved, "the version that the leader has")
+                    same_answers(lead_again, follow)
+                    sender.go_on()
+                    # A follower that is killed takes up the present snapshot when it starts: with its first answer.
+                    with serve(files, "--leader", leader.url) as second, second.until_ready().client() as other:
+                        second.kill()
+                    with serve(files, "--leader", leader.url) as second, second.until_ready().client() as other:
+                        same_answers(other, lead_again)
+                        assert version(other) == saved
+                    sender.go_on()
+            assert not sender.wrong
+            events = [event["kind"] for event in status(follow)["events"]]
+            assert events.count("joined") == 2 and events.count("leader_lost") >= 1
+        assert "Traceback" not in follower.log + leader.log
+
+
+def test_follower_without_its_leader_answers_with_the_source_model_until_it_comes(files, tmp_path):
+    with serve(files) as leader, leader.until_ready().client() as lead:
+        send_until(lead, lambda: version(lead) >= 1, "a step")
+        address = leader.address.rpartition(":")[2]
+        assert lead.get("/api/snapshot", headers=BEARER).status_code == 200
+    kept = tmp_path / "kept"
+    with serve(files, "--leader", leader.url, "--state", kept) as follower, follower.until_ready().client() as client:
+        assert status(client)["state"] == "alone" and version(client) == 0
+        np.testing.assert_allclose(logits(infer(client, digits(4), "x")), files.logits(digits(4)), atol=1e-4)
+        with serve(files, "--port", address) as leader, leader.until_ready().client(headers=BEARER) as lead:
+            until(lambda: status(client)["state"] == "following", "the leader")
+            send_until(client, lambda: version(client) >= 1, "a step")
+            lead.post("/api/pause")
+            until(lambda: version(client) == version(lead), "the same version")
+            for action in ("reset", "rollback", "cameras/noise"):
+                body = {"adapt": False} if action.startswith("cameras") else {}
+                refused = client.post(f"/api/{action}", json=body, headers=BEARER)
+                assert refused.status_code == 409 and "ask its leader" in refused.json()["error"]
+            assert lead.post("/api/rollback", json={"version": 0}).json()["ok"]
+            until(lambda: version(client) == 0, "the leader's way back")
+            assert lead.post("/api/cameras/noise", json={"adapt": False}).json()["ok"]
+            assert lead.post("/api/resume").json()["ok"]
+            until(lambda: status(client)["cameras"][0]["opted_out"] or status(client)["cameras"][-1]["opted_out"], "it")
+        # With a folder of its own, a follower keeps the leader's snapshot over its own end.
+        assert client.post("/api/save", headers=BEARER).json()["ok"]
+        assert follower.stop() == 0
+    assert list(kept.glob("snapshot-*")) and "Traceback" not in follower.log
+
+
+def test_only_followers_with_the_token_get_anything_from_a_leader(files):
+    with serve(files) as leader, leader.until_ready().client() as client:
+        for answer in (
+            client.get("/api/standing?follower=me"),
+            client.get("/api/snapshot", headers={"Authorization": "Bearer wrong-token"}),
+            client.post("/api/images?follower=me", content=b"x"),
+        ):
+            assert answer.status_code == 401, answer.text
+        assert client.get("/api/standing?follower=me", headers=BEARER).json()["version"] == 0
+        assert client.get("/api/standing?follower=a b", headers=BEARER).status_code == 400
+        for content in (b"", b"x" * 100, client.get("/api/snapshot", headers=BEARER).content):
+            answer = client.post("/api/images?follower=me", content=content, headers=BEARER)
+            assert answer.status_code == 400, answer.text
+        assert status(client)["images"] == 0
+        with serve(files, "--leader", leader.url) as follower, follower.until_ready().client() as other:
+            answer = other.get("/api/snapshot", headers=BEARER)
+            assert answer.status_code == 409 and "follows another, and leads nobody" in answer.json()["error"]
+    with Server("--model", files.model, "--stats", files.stats) as leader, leader.until_ready().client() as client:
+        answer = client.get("/api/snapshot", headers=BEARER)
+        assert answer.status_code == 403 and "followers need a token" in answer.json()["error"]
+
+
+def test_follower_takes_nothing_from_the_leader_of_another_model(files, tmp_path):
+    other = make_files(tmp_path, seed=2)
+    with serve(files) as leader, leader.until_ready().client() as lead:
+        send_until(lead, lambda: version(lead) >= 1, "a step")
+        with serve(other, "--leader", leader.url) as follower, follower.until_ready().client() as client:
+            assert status(client)["state"] == "alone" and version(client) == 0
+            assert "does not belong to this classifier" in status(client)["leader"]["away"]
+            assert "give this server the settings of its leader" in status(client)["leader"]["away"]
+            np.testing.assert_allclose(logits(infer(client, digits(4), "x")), other.logits(digits(4)), atol=1e-4)
+        with serve(files, "--leader", leader.url, "--name", "x") as follower, follower.until_ready().client() as client:
+            assert "no model 'x'; this server has 'small'" in status(client)["leader"]["away"]
+
+
+def test_cameras_that_a_follower_has_verified_are_trusted_by_the_leader(files, tmp_path: Path):
+    tokens = tmp_path / "cameras.toml"
+    tokens.write_text('gate = "token-of-gate"\n')
+    cameras = ("--camera-tokens", tokens)
+    with serve(files, *cameras) as leader, leader.until_ready().client() as lead:
+        with serve(files, *cameras, "--leader", leader.url) as follower, follower.until_ready().client() as follow:
+            answer = infer(follow, noise(16), "x", camera="gate")
+            assert answer.status_code == 401
+            infer(follow, noise(16, 1), "x", camera="someone")
+            follow.headers["Authorization"] = "Bearer token-of-gate"
+            assert infer(follow, noise(16, 2), "x", camera="gate").json()["parameters"]["adapting"]
+            until(lambda: status(lead)["images"] == 32, "the images")
+        trusted = {camera["camera"]: camera["trusted"] for camera in status(lead)["cameras"]}
+        assert trusted == {"gate": True, "someone": False}
