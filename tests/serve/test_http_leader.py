@@ -1,12 +1,17 @@
 """Servers that adapt as one: one leads, others follow; each of them is killed, and joins again."""
 
+import asyncio
 import re
+import socket
 import threading
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+
+from cafe_tta.serve import build, load_settings
+from cafe_tta.serve.http.app import App, create_app
 
 from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, shared_files, until
 
@@ -87,89 +92,102 @@ class Sender:
 
 
 def test_two_processes_adapt_as_one_and_outlive_each_other(files, tmp_path):
-    state = tmp_path / "state"
-    with serve(files, "--state", state) as leader, leader.until_ready().client(headers=BEARER) as lead:
-        address = leader.address.rpartition(":")[2]
-        with serve(files, "--leader", leader.url) as follower, follower.until_ready().client(headers=BEARER) as follow:
-            assert status(follow)["state"] == "following" and status(follow)["leader"]["away"] is None
-            # Images that the follower answers make the leader step, and both answer with what it made of them.
-            send_until(follow, lambda: version(lead) >= 1, "a step of the leader")
-            assert [camera["camera"] for camera in status(lead)["cameras"]] == ["noise"]
-            assert lead.post("/api/pause").json()["ok"]
-            until(lambda: version(follow) == version(lead), "the same version")
-            same_answers(lead, follow)
-            (known,) = status(lead)["followers"]
-            assert known["images"] > 0 and status(follow)["leader"]["sent_images"] >= known["images"]
-            text = lead.get("/metrics").text
-            assert 'cafe_tta_followers{model="small"} 1.0' in text and "cafe_tta_leader_up{" not in text
-            assert 'cafe_tta_leader_up{model="small"} 1.0' in follow.get("/metrics").text
-            # What the leader gives out after its last save is lost with it: the follower must not stay on it.
-            assert lead.post("/api/save").json()["ok"]
-            saved = version(lead)
-            assert lead.post("/api/resume").json()["ok"]
-            send_until(follow, lambda: version(follow) > saved, "a later version")
+    state, kept, port = tmp_path / "state", tmp_path / "kept", free_port()
+    follow_it = ("--leader", f"http://127.0.0.1:{port}")
+    with serve(files, *follow_it, "--state", kept) as follower, follower.until_ready().client(headers=BEARER) as follow:
+        check_alone(files, follow)
+        with serve(files, "--port", port, "--state", state) as leader:
+            with leader.until_ready().client(headers=BEARER) as lead:
+                check_together(lead, follow)
+                check_controls(lead, follow)
+                # What the leader gives out after its last save is lost with it: the follower must not stay on it.
+                saved = version(lead)
+                assert saved >= 1 and lead.post("/api/save").json()["ok"]
+                assert lead.post("/api/resume").json()["ok"]
+                send_until(follow, lambda: version(follow) > saved, "a later version")
             with Sender(follower) as sender:
                 sender.go_on()
                 leader.kill()
-                until(lambda: status(follow)["state"] == "alone", "the follower notices")
-                lost = version(follow)
-                assert lost > saved
-                sender.go_on()
-                assert version(follow) == lost  # it goes on answering with its last snapshot, and says so
-                assert "no answer" in status(follow)["leader"]["away"]
-                assert status(follow)["leader"]["unsent_images"] > 0
-                assert 'cafe_tta_leader_up{model="small"} 0.0' in follow.get("/metrics").text
-                assert re.search(r"leader_lost: the leader at \S+ is away: no answer", follower.log)
-                restart = ("--state", state, "--port", address, "--no-adapt")  # so that its version stays
-                with serve(files, *restart) as again, again.until_ready().client(headers=BEARER) as lead_again:
+                check_outlived(follower, follow, sender)
+                assert version(follow) > saved
+                restart = ("--port", port, "--state", state, "--no-adapt")  # so that its version stays
+                with serve(files, *restart) as again, again.until_ready().client(headers=BEARER) as lead:
                     until(lambda: status(follow)["leader"]["away"] is None, "the follower joins again")
-                    assert version(lead_again) == saved
+                    assert version(lead) == saved
                     until(lambda: version(follow) == saved, "the version that the leader has")
-                    same_answers(lead_again, follow)
+                    same_answers(lead, follow)
                     sender.go_on()
-                    # A follower that is killed takes up the present snapshot when it starts: with its first answer.
-                    with serve(files, "--leader", leader.url) as second, second.until_ready().client() as other:
-                        second.kill()
-                    with serve(files, "--leader", leader.url) as second, second.until_ready().client() as other:
-                        same_answers(other, lead_again)
+                    sender.stop.set()
+                    events = [event["kind"] for event in status(follow)["events"]]
+                    assert events.count("joined") == 2 and events.count("leader_lost") == 2
+                    assert follow.post("/api/save").json()["ok"] and list(kept.glob("snapshot-*"))
+                    follower.kill()
+                    # A follower that was killed answers with the leader's present snapshot from its first answer on.
+                    with serve(files, *follow_it) as second, second.until_ready().client() as other:
+                        same_answers(other, lead)
                         assert version(other) == saved
-                    sender.go_on()
-            assert not sender.wrong
-            events = [event["kind"] for event in status(follow)["events"]]
-            assert events.count("joined") == 2 and events.count("leader_lost") >= 1
-        assert "Traceback" not in follower.log + leader.log
+        assert not sender.wrong
+    assert "Traceback" not in follower.log + leader.log
 
 
-def test_follower_without_its_leader_answers_with_the_source_model_until_it_comes(files, tmp_path):
-    with serve(files) as leader, leader.until_ready().client() as lead:
-        send_until(lead, lambda: version(lead) >= 1, "a step")
-        address = leader.address.rpartition(":")[2]
-        assert lead.get("/api/snapshot", headers=BEARER).status_code == 200
-    kept = tmp_path / "kept"
-    with serve(files, "--leader", leader.url, "--state", kept) as follower, follower.until_ready().client() as client:
-        assert status(client)["state"] == "alone" and version(client) == 0
-        np.testing.assert_allclose(logits(infer(client, digits(4), "x")), files.logits(digits(4)), atol=1e-4)
-        with serve(files, "--port", address) as leader, leader.until_ready().client(headers=BEARER) as lead:
-            until(lambda: status(client)["state"] == "following", "the leader")
-            send_until(client, lambda: version(client) >= 1, "a step")
-            lead.post("/api/pause")
-            until(lambda: version(client) == version(lead), "the same version")
-            for action in ("reset", "rollback", "cameras/noise"):
-                body = {"adapt": False} if action.startswith("cameras") else {}
-                refused = client.post(f"/api/{action}", json=body, headers=BEARER)
-                assert refused.status_code == 409 and "ask its leader" in refused.json()["error"]
-            assert lead.post("/api/rollback", json={"version": 0}).json()["ok"]
-            until(lambda: version(client) == 0, "the leader's way back")
-            assert lead.post("/api/cameras/noise", json={"adapt": False}).json()["ok"]
-            assert lead.post("/api/resume").json()["ok"]
-            until(lambda: status(client)["cameras"][0]["opted_out"] or status(client)["cameras"][-1]["opted_out"], "it")
-        # With a folder of its own, a follower keeps the leader's snapshot over its own end.
-        assert client.post("/api/save", headers=BEARER).json()["ok"]
-        assert follower.stop() == 0
-    assert list(kept.glob("snapshot-*")) and "Traceback" not in follower.log
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
-def test_only_followers_with_the_token_get_anything_from_a_leader(files):
+def check_alone(files: Files, follow: httpx.Client) -> None:
+    """A follower that has not seen its leader yet answers with the source model, and says so."""
+    assert status(follow)["state"] == "alone" and version(follow) == 0
+    np.testing.assert_allclose(logits(infer(follow, digits(4), "x", adapt=False)), files.logits(digits(4)), atol=1e-4)
+    assert 'cafe_tta_leader_up{model="small"} 0.0' in follow.get("/metrics").text
+
+
+def check_together(lead: httpx.Client, follow: httpx.Client) -> None:
+    """Images that the follower answers make the leader step, and both answer with what it made of them."""
+    until(lambda: status(follow)["state"] == "following", "the leader")
+    assert status(follow)["leader"]["away"] is None
+    send_until(follow, lambda: version(lead) >= 2, "steps of the leader")
+    assert [camera["camera"] for camera in status(lead)["cameras"]] == ["noise"]
+    assert lead.post("/api/pause").json()["ok"]
+    until(lambda: version(follow) == version(lead), "the same version")
+    same_answers(lead, follow)
+    (known,) = status(lead)["followers"]
+    assert known["images"] > 0 and status(follow)["leader"]["sent_images"] >= known["images"]
+    text = lead.get("/metrics").text
+    assert 'cafe_tta_followers{model="small"} 1.0' in text and "cafe_tta_leader_up{" not in text
+    assert 'cafe_tta_leader_up{model="small"} 1.0' in follow.get("/metrics").text
+    assert follow.get("/api/snapshot").status_code == 409  # it leads nobody itself
+
+
+def check_controls(lead: httpx.Client, follow: httpx.Client) -> None:
+    """Operators ask the leader, and the follower does as it does."""
+    for action, body in (("reset", {}), ("rollback", {}), ("cameras/noise", {"adapt": False})):
+        refused = follow.post(f"/api/{action}", json=body)
+        assert refused.status_code == 409 and "ask its leader" in refused.json()["error"]
+    assert lead.post("/api/rollback", json={"version": 1}).json()["ok"]
+    until(lambda: version(follow) == 1, "the leader's way back")
+    same_answers(lead, follow)
+    assert lead.post("/api/cameras/noise", json={"adapt": False}).json()["ok"]
+    until(
+        lambda: [c["opted_out"] for c in status(follow)["cameras"] if c["camera"] == "noise"] == [True], "the opt-out"
+    )
+    assert lead.post("/api/cameras/noise", json={"adapt": True}).json()["ok"]
+    until(lambda: [c["opted_out"] for c in status(follow)["cameras"] if c["camera"] == "noise"] == [False], "it")
+
+
+def check_outlived(follower: Server, follow: httpx.Client, sender: "Sender") -> None:
+    """A follower whose leader was killed goes on answering with its last snapshot, and says so."""
+    until(lambda: status(follow)["state"] == "alone", "the follower notices")
+    last = version(follow)
+    sender.go_on()
+    assert version(follow) == last
+    assert "no answer" in status(follow)["leader"]["away"] and status(follow)["leader"]["unsent_images"] > 0
+    assert 'cafe_tta_leader_up{model="small"} 0.0' in follow.get("/metrics").text
+    assert re.search(r"leader_lost: the leader at \S+ is away: no answer", follower.log)
+
+
+def test_leader_gives_nothing_without_the_token_and_nothing_to_those_of_another_model(files, tmp_path):
     with serve(files) as leader, leader.until_ready().client() as client:
         for answer in (
             client.get("/api/standing?follower=me"),
@@ -183,25 +201,26 @@ def test_only_followers_with_the_token_get_anything_from_a_leader(files):
             answer = client.post("/api/images?follower=me", content=content, headers=BEARER)
             assert answer.status_code == 400, answer.text
         assert status(client)["images"] == 0
-        with serve(files, "--leader", leader.url) as follower, follower.until_ready().client() as other:
-            answer = other.get("/api/snapshot", headers=BEARER)
-            assert answer.status_code == 409 and "follows another, and leads nobody" in answer.json()["error"]
-    with Server("--model", files.model, "--stats", files.stats) as leader, leader.until_ready().client() as client:
-        answer = client.get("/api/snapshot", headers=BEARER)
-        assert answer.status_code == 403 and "followers need a token" in answer.json()["error"]
+        send_until(client, lambda: version(client) >= 1, "a step")
+        other = make_files(tmp_path, seed=2)
+        with serve(other, "--leader", leader.url) as follower, follower.until_ready().client() as follow:
+            assert status(follow)["state"] == "alone" and version(follow) == 0
+            assert "does not belong to this classifier" in status(follow)["leader"]["away"]
+            assert "give this server the settings of its leader" in status(follow)["leader"]["away"]
+            np.testing.assert_allclose(logits(infer(follow, digits(4), "x")), other.logits(digits(4)), atol=1e-4)
 
 
-def test_follower_takes_nothing_from_the_leader_of_another_model(files, tmp_path):
-    other = make_files(tmp_path, seed=2)
-    with serve(files) as leader, leader.until_ready().client() as lead:
-        send_until(lead, lambda: version(lead) >= 1, "a step")
-        with serve(other, "--leader", leader.url) as follower, follower.until_ready().client() as client:
-            assert status(client)["state"] == "alone" and version(client) == 0
-            assert "does not belong to this classifier" in status(client)["leader"]["away"]
-            assert "give this server the settings of its leader" in status(client)["leader"]["away"]
-            np.testing.assert_allclose(logits(infer(client, digits(4), "x")), other.logits(digits(4)), atol=1e-4)
-        with serve(files, "--leader", leader.url, "--name", "x") as follower, follower.until_ready().client() as client:
-            assert "no model 'x'; this server has 'small'" in status(client)["leader"]["away"]
+def test_leader_without_a_token_has_no_followers(files):
+    async def ask() -> httpx.Response:
+        built = build(load_settings({"model": str(files.model), "source": [str(files.stats)]}))
+        state = App([built])
+        app = create_app(state)
+        transport = httpx.ASGITransport(app)
+        async with state.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/api/snapshot", headers=BEARER)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 403 and "followers need a token" in answer.json()["error"]
 
 
 def test_cameras_that_a_follower_has_verified_are_trusted_by_the_leader(files, tmp_path: Path):

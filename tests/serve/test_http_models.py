@@ -284,6 +284,20 @@ def test_model_whose_reload_fails_goes_on_and_the_others_are_replaced(files, tmp
 # Settings
 
 
+def test_the_settings_of_the_docs_are_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "serving" / "models.md").read_text()
+    block = page.partition("    port = 8080")
+    lines = (block[1] + block[2]).partition("    cafe-tta serve")[0].splitlines()
+    config = tmp_path / "serve.toml"
+    config.write_text("\n".join(line.strip() for line in lines))
+    gate, lane = load_models({}, config)
+    assert (gate.name, gate.method, gate.state) == ("gate", "cafe-plus", Path("states/gate"))
+    assert (lane.name, lane.method, lane.max_batch_size) == ("lane", "cafe", 32)
+    named = page.partition("To the server: ")[2].partition(". Inside")[0]
+    process = {described.name for described in describe(Settings) if described.extra.get("process")}
+    assert set(re.findall(r"`(\w+)`", named)) == process
+
+
 def test_settings_outside_of_the_tables_hold_for_all_models(tmp_path, monkeypatch):
     config = tmp_path / "serve.toml"
     config.write_text(

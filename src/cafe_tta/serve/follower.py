@@ -35,7 +35,8 @@ class Outbox(Buffer):
     def __init__(self, capacity: int, verified: Callable[[str], bool]) -> None:
         super().__init__(capacity)
         self.open = False  # whether there is a leader to send to
-        self.sent = self.unsent = 0
+        self.sent = self.unsent = 0  # images
+        self.image_bytes = 1  # of one image
         self._verified = verified
         self._outgoing: OrderedDict[str, deque[Outgoing]] = OrderedDict()  # by camera
         self._count = 0
@@ -48,6 +49,7 @@ class Outbox(Buffer):
         """Keeps an image for the leader."""
         waiting = self._outgoing.setdefault(camera, deque())
         waiting.append(Outgoing(camera, image.detach().float().cpu().clone(), self._verified(camera), request))
+        self.image_bytes = 4 * image.numel()
         self._count += 1
         if self._count > self.capacity:
             max(self._outgoing.values(), key=len).popleft()
@@ -184,7 +186,7 @@ class Follower(Service):
 
     def _wanted(self, camera: Camera, trusted: bool) -> bool:
         """Whether an image is sent; those of quarantined cameras are too: the leader sees when that is over."""
-        if not self._adapting or camera.name in self._opted_out or not (trusted or not self._only_verified):
+        if not self._adapting or camera.name in self._opted_out or (self._only_verified and not trusted):
             return False
         self._outbox.unsent += self._standing is None
         return self._outbox.open
@@ -196,13 +198,12 @@ class Follower(Service):
         return ""
 
     def _enough(self) -> bool:
-        return self._outbox.count >= self._most() and self._may_send()
+        return self._outbox.count >= min(self._most(), self._outbox.capacity // 2) and self._may_send()
 
     def _most(self) -> int:
         """Images that are sent together."""
-        first = next((waiting[0].image for waiting in self._outbox._outgoing.values() if waiting), None)
-        size = 1 if first is None else 4 * first.numel()
-        return max(1, min(self.settings.max_batch_size, min(BATCH_BYTES, self.settings.max_body_bytes // 2) // size))
+        room = min(BATCH_BYTES, self.settings.max_body_bytes // 2)
+        return max(1, min(self.settings.max_batch_size, room // self._outbox.image_bytes))
 
     def _may_send(self) -> bool:
         adapting = self._standing is not None and self._standing.adapting
@@ -215,12 +216,12 @@ class Follower(Service):
         while True:
             try:
                 self._follow()
+                self._asked.set()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     self._tick()
             except Exception as error:  # whatever goes wrong here, clients are answered
-                self._lose(f"{type(error).__name__}: {error}")
-            self._asked.set()
+                self._recover(error)
             with self._lock:
                 self._wake.wait_for(lambda: self._closing or self._enough(), POLL)
                 if self._closing:
@@ -251,6 +252,9 @@ class Follower(Service):
                 self._outbox.unsent += len(images)
             self._lose(str(error))
             return
+        except Exception as error:  # whatever the leader sent
+            self._lose(f"{type(error).__name__}: {error}")
+            raise
         self._join(standing, sent)
 
     def _take_up(self, wanted: tuple[str, int]) -> None:

@@ -43,7 +43,7 @@ function card(m) {
     html("div", { class: "head" }, html("h2", {}, link), pill),
     html("p", { class: "big " + judgement.kind }, figure(drift), html("small", {}, ` drift · ${m.images ? judgement.word : "no images yet"}`)),
     html("p", {}, `${m.method} · ${version} · up ${since(m.now - m.started)}`),
-    html("p", { class: "muted" }, `${short(m.images)} images, ${figure(m.images_per_second)} a second · ${m.cameras} cameras${quarantined}`),
+    html("p", { class: "muted" }, `${short(m.images)} images, ${figure(m.images_per_second)} a second · ${m.cameras} ${m.cameras === 1 ? "camera" : "cameras"}${quarantined}`),
     html("p", { class: "muted" }, `${short(m.steps.accepted)} steps accepted, ${short(m.steps.refused)} refused, ${short(m.steps.rolled_back)} rolled back`),
     problem ? html("p", { class: "note far" }, problem) : null);
 }
