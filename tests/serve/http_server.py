@@ -102,6 +102,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def pause(client: httpx.Client) -> None:
+    """Pauses the only model of a server, and waits for a step that has begun."""
+    assert client.post("/api/pause").json()["ok"]
+    refused = client.post("/api/rollback", json={"version": 10**9})  # rolling back waits for a step
+    assert refused.status_code == 409 and "it is not kept" in refused.text
+
+
 class Server:
     """`cafe-tta serve` on a free port. Leaves no process behind."""
 

@@ -13,7 +13,7 @@ import pytest
 from cafe_tta.serve import build, load_settings
 from cafe_tta.serve.http.app import App, create_app
 
-from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, shared_files, until
+from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, pause, shared_files, until
 
 TOKEN = "sesame-open-wide"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -149,7 +149,7 @@ def check_together(lead: httpx.Client, follow: httpx.Client) -> None:
     assert status(follow)["leader"]["away"] is None
     send_until(follow, lambda: version(lead) >= 2, "steps of the leader")
     assert [camera["camera"] for camera in status(lead)["cameras"]] == ["noise"]
-    assert lead.post("/api/pause").json()["ok"]
+    pause(lead)
     until(lambda: version(follow) == version(lead), "the same version")
     same_answers(lead, follow)
     (known,) = status(lead)["followers"]

@@ -1,6 +1,8 @@
 """Several models in one server: each answers, adapts, saves and is measured by itself; a reload changes which ones."""
 
+import os
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -13,10 +15,10 @@ from tritonclient.utils import InferenceServerException
 
 from cafe_tta.cli import main
 from cafe_tta.options import describe
-from cafe_tta.serve import Settings, load_models, load_settings
+from cafe_tta.serve import Settings, build, load_models, load_settings
 from cafe_tta.serve.settings import of_model
 
-from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, shared_files, until
+from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, pause, shared_files, until
 
 TOKEN = "sesame-open-wide"
 COMMON = """
@@ -224,7 +226,7 @@ def test_reload_adds_replaces_and_removes_models_without_losing_a_request(files,
         for part in np.split(noise(64), 4):
             ask(client, "gate", part, camera="noise")
         until(lambda: client.get("/api/status").json()["version"] >= 1, "a step")  # there is one model: no name needed
-        client.post("/api/pause")
+        pause(client)
         adapted = logits(ask(client, "gate", digits(4), adapt=False))
         with Senders(server, "gate") as senders:
             senders.go_on()
@@ -277,8 +279,27 @@ def test_model_whose_reload_fails_goes_on_and_the_others_are_replaced(files, tmp
         assert client.post("/api/reload?model=gate").json() == {"ok": True, "version": 0}
         found = logits(ask(client, "gate", digits(4), adapt=False))
         np.testing.assert_allclose(found, files["lane"].logits(digits(4)), atol=1e-4)
+        # What belongs to the server holds for models that have not changed, too.
+        write(config, f'token = "{TOKEN}"', table("gate", files["lane"]), table("lane", files["gate"]))
+        started = status(client, "gate")["started"]
+        assert client.post("/api/reload").json() == {"ok": True, "versions": {"gate": 0, "lane": 0}}
+        assert status(client, "gate")["started"] == started
+        assert client.post("/api/pause?model=gate").status_code == 401
         assert server.stop() == 0
     assert "Traceback" not in server.log
+
+
+def test_model_has_changed_when_its_settings_or_its_files_have(files, tmp_path):
+    copy = tmp_path / "small.safetensors"
+    shutil.copy(files["gate"].model, copy)
+    given = {"model": str(copy), "source": [str(files["gate"].stats)]}
+    built = build(load_settings(given))
+    assert built.is_current(load_settings(given))
+    assert built.is_current(load_settings(given | {"port": "1", "token": TOKEN}))  # of the server, not of the model
+    assert not built.is_current(load_settings(given | {"seed": "1"}))
+    assert not built.is_current(load_settings(given | {"token": TOKEN, "leader": "http://127.0.0.1:1"}))
+    os.utime(copy, ns=(1, 1))
+    assert not built.is_current(load_settings(given))
 
 
 # Settings

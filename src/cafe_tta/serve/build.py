@@ -29,7 +29,8 @@ class Built:
 
     def is_current(self, settings: Settings) -> bool:
         """Whether these settings describe the same model, and its files have not changed since it was built."""
-        return of_model(self.settings) == of_model(named(settings)) and self.files == files_of(settings)
+        same = of_model(self.settings) == of_model(named(settings)) and self.files == files_of(settings)
+        return same and (settings.leader is None or settings.token == self.settings.token)  # which the leader asks for
 
 
 def named(settings: Settings) -> Settings:

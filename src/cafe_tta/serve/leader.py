@@ -199,8 +199,8 @@ class Leader:
         if status == 200:
             raise LeaderAway(f"its answer is longer than {limit} bytes")
         text = _error_text(content)
-        if status == 429:
-            raise LeaderBusy(text, _seconds(headers.get("retry-after", "")))
+        if status in (429, 503) and "retry-after" in headers:  # a proxy whose server is gone says no such thing
+            raise LeaderBusy(text, _seconds(headers["retry-after"]))
         raise LeaderAway(f"it answers {status}: {text}")
 
     def _exchange(

@@ -127,9 +127,7 @@ class App:
         forced = name is not None or len(plan) == len(self.models) == 1
         unchanged = [each for each in plan if not forced and self._is_current(each, plan[each])]
         gone = [] if name is not None else [each for each in self.models if each not in plan]
-        self._take_limits(next(iter(plan.values())), len({*plan} if name is None else {*self.models, name}))
-        for each in unchanged:
-            self.models[each].settings = named(plan[each])  # what belongs to the process may have changed
+        self._take_limits(plan, unchanged, len({*plan} if name is None else {*self.models, name}))
         wrong = []
         for each in [name] if name is not None else [each for each in plan if each not in unchanged]:
             try:
@@ -146,14 +144,16 @@ class App:
     def _is_current(self, name: str, settings: Settings) -> bool:
         return name in self.models and self.models[name].built.is_current(settings)
 
-    def _take_limits(self, settings: Settings, models: int) -> None:
+    def _take_limits(self, plan: Mapping[str, Settings], unchanged: Sequence[str], models: int) -> None:
         """Takes up what belongs to the process, and divides its memory among so many models."""
-        part = settings.max_pending_bytes // models
+        settings = next(iter(plan.values()))
         try:
-            for inference in self.models.values():
-                inference.require_room(part)
+            for each in unchanged:
+                self.models[each].require_room(settings.max_pending_bytes // models)
         except ValueError as error:
             raise ServeError(409, f"cannot reload: {error}") from None
+        for each in unchanged:
+            self.models[each].settings = named(plan[each])
         self.settings = settings
         self.pool.limit, self.pool.models = settings.max_pending_bytes, models
 
