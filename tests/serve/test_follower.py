@@ -183,6 +183,12 @@ def test_follower_answers_cameras_with_the_model_that_its_leader_chose(follower)
     assert shown["private"]["opted_out"]
 
 
+def test_images_of_a_camera_that_was_opted_out_are_not_sent_any_more(follower):
+    follower.answer(torch.rand(2, 3, 8, 8), ["gate", "yard"], [True] * 2)
+    follower._join(standing(Service(adapter(), SETTINGS, None), opted_out=["yard"]), 0)
+    assert [each.camera for each in follower._outbox.take_out(8)] == ["gate"]
+
+
 def test_images_are_not_kept_for_a_leader_that_is_away_or_does_not_adapt(follower):
     def ask() -> list[bool]:
         return follower.answer(torch.rand(2, 3, 8, 8), ["gate"] * 2, [True] * 2).adapted

@@ -277,6 +277,8 @@ class Follower(Service):
         with self._lock:
             self._outbox.sent += sent
             self._standing = standing
+            for camera in set(standing.opted_out) - self._opted_out:
+                self._outbox.drop(camera)
             self._opted_out = set(standing.opted_out)
             self._followed.follow(standing)
             if self._away != "":

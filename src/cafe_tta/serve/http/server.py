@@ -1,4 +1,4 @@
-"""Running the application: one process, since the adapted states of several would drift apart."""
+"""Running the application: one process. The adapted states of several workers would drift apart; see `follower`."""
 
 import asyncio
 import contextlib
