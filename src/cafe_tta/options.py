@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
-_NONE_WORDS = ("none", "null")
+NONE_WORDS = ("none", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 _RULE = "cafe_tta.option"  # where a dataclass field keeps its rule
@@ -76,6 +76,7 @@ def option(
     - `aliases=("old_name",)`: names that settings files and flags still accept.
     - `pattern=(regex, "in words")`: what a text must match.
     - `secret=True`: the value never appears in an error or a `repr`.
+    - `process=True`: of the server's settings, one that belongs to its process, not to one of its models.
     """
     rule = _Rule(meaning, least, most, above, below, extra)
     shown = not extra.get("secret", False)
@@ -210,7 +211,7 @@ class Described:
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for: `1e-3`, `yes`, `none`, `r,g,b`."""
-        if self.optional and text.lower() in _NONE_WORDS:
+        if self.optional and text.lower() in NONE_WORDS:
             return None
         for kind in _alternatives(self.hint):
             try:

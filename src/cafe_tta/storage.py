@@ -30,15 +30,19 @@ def write(path: str | os.PathLike[str], kind: str, version: int, tensors: Mappin
 
     A crash at any moment leaves either the old file or the new one, never a half of each.
     """
-    path = Path(path)
+    content = pack(kind, version, tensors, meta)
+    write_bytes(path, content)
+    return len(content)
+
+
+def pack(kind: str, version: int, tensors: Mapping[str, Tensor], meta: Any) -> bytes:
+    """The content of a file of tensors and JSON metadata."""
     # safetensors refuses tensors that share memory or have gaps: every tensor gets memory of its own.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(meta, sort_keys=True)
     header = {"kind": kind, "version": version, "meta": text, "sha256": checksum(plain, kind, version, text)}
     # One value, because safetensors writes several in random order: the same content makes the same file.
-    content = safetensors.torch.save(plain, metadata={HEADER: json.dumps(header)})
-    write_bytes(path, content)
-    return len(content)
+    return bytes(safetensors.torch.save(plain, metadata={HEADER: json.dumps(header)}))
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
@@ -72,17 +76,38 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[st
     with _opened(path) as file:
         header = _header(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return tensors, _checked(str(path), tensors, header, kind, version)
+
+
+def unpack(content: bytes, kind: str, version: int, name: str) -> tuple[dict[str, Tensor], Any]:
+    """Tensors and metadata of what `pack` made; `name` says in errors where it comes from.
+
+    >>> content = pack("greeting", 1, {"hello": torch.ones(2)}, {"to": "the world"})
+    >>> unpack(content, "greeting", 1, "the post")
+    ({'hello': tensor([1., 1.])}, {'to': 'the world'})
+    """
+    try:
+        tensors = safetensors.torch.load(content)
+        length = int.from_bytes(content[:8], "little")  # of the JSON that describes the tensors, which was read above
+        described = json.loads(content[8 : 8 + length])
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StorageError(f"{name} is not whole: no safetensors can be read from it ({error})") from error
+    return tensors, _checked(name, tensors, _header(described.get("__metadata__")), kind, version)
+
+
+def _checked(name: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any], kind: str, version: int) -> Any:
+    """The metadata in the header of a file, once its kind, version and checksum are as expected."""
     if header.get("kind") != kind:
         held = repr(header["kind"]) if "kind" in header else "no kind at all (a file of plain weights?)"
-        raise StorageError(f"{path}: expected {_article(kind)} file, but it holds {held}")
+        raise StorageError(f"{name}: expected {_article(kind)} file, but it holds {held}")
     if header.get("version") != version:
         raise StorageError(
-            f"{path}: {kind} format version {header.get('version')}, but this release reads version {version}; "
+            f"{name}: {kind} format version {header.get('version')}, but this release reads version {version}; "
             "make the file again with this release"
         )
     if header.get("sha256") != checksum(tensors, kind, version, header.get("meta", "")):
-        raise StorageError(f"{path} is damaged: its content does not match its checksum; restore or make it again")
-    return tensors, json.loads(header["meta"])
+        raise StorageError(f"{name} is damaged: its content does not match its checksum; restore or make it again")
+    return json.loads(header["meta"])
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

@@ -79,13 +79,15 @@ def png(pixels: np.ndarray, format: str = "PNG", **options: object) -> bytes:
     return file.getvalue()
 
 
-def infer(client: httpx.Client, pixels: np.ndarray, request_id: str, **parameters: object) -> httpx.Response:
+def infer(
+    client: httpx.Client, pixels: np.ndarray, request_id: str, model: str = "small", **parameters: object
+) -> httpx.Response:
     """A request with binary pixels."""
     tensor = {"name": "images", "datatype": "UINT8", "shape": list(pixels.shape)}
     tensor["parameters"] = {"binary_data_size": pixels.nbytes}
     header = json.dumps({"id": request_id, "parameters": parameters, "inputs": [tensor]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
-    return client.post("/v2/models/small/infer", content=header + pixels.tobytes(), headers=headers)
+    return client.post(f"/v2/models/{model}/infer", content=header + pixels.tobytes(), headers=headers)
 
 
 def logits(answer: httpx.Response) -> np.ndarray:
@@ -98,6 +100,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"waited in vain: {what}"
         time.sleep(0.02)
+
+
+def pause(client: httpx.Client) -> None:
+    """Pauses the only model of a server, and waits for a step that has begun."""
+    assert client.post("/api/pause").json()["ok"]
+    refused = client.post("/api/rollback", json={"version": 10**9})  # rolling back waits for a step
+    assert refused.status_code == 409 and "it is not kept" in refused.text
 
 
 class Server:

@@ -167,12 +167,12 @@ def test_requests_over_grpc_and_http_share_batches_metrics_and_cameras(server, c
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
     with server.client() as http:
-        before = float(re.search(r"^cafe_tta_images_total (\S+)$", http.get("/metrics").text, re.M)[1])
+        before = float(re.search(r'^cafe_tta_images_total\{model="small"\} (\S+)$', http.get("/metrics").text, re.M)[1])
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        after = float(re.search(r"^cafe_tta_images_total (\S+)$", http.get("/metrics").text, re.M)[1])
+        after = float(re.search(r'^cafe_tta_images_total\{model="small"\} (\S+)$', http.get("/metrics").text, re.M)[1])
         assert after - before == 40
         names = {f"rpc-{number}" for number in range(4)}
         until(lambda: names <= {c["camera"] for c in http.get("/api/status").json()["cameras"]}, "their cameras")
@@ -201,7 +201,7 @@ def test_signal_to_end_answers_what_was_let_in(files):
             )
             waiting.start()
             with server.client() as http:
-                until(lambda: "cafe_tta_waiting_images 1.0" in http.get("/metrics").text, "the request")
+                until(lambda: 'cafe_tta_waiting_images{model="small"} 1.0' in http.get("/metrics").text, "the request")
             assert server.stop() == 0
             waiting.join()
     np.testing.assert_allclose(answers[0].as_numpy("logits"), files.logits(digits(1)), atol=1e-3)

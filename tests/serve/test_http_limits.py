@@ -301,5 +301,5 @@ def test_after_all_that_the_server_answers_rightly(client, server):
     assert server.process.poll() is None
     assert "Traceback" not in server.log
     text = client.get("/metrics").text
-    assert 'cafe_tta_requests_total{code="500"}' not in text
-    assert "cafe_tta_waiting_images 0.0" in text
+    assert 'cafe_tta_requests_total{code="500",model="small"}' not in text
+    assert 'cafe_tta_waiting_images{model="small"} 0.0' in text

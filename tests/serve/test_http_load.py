@@ -47,10 +47,10 @@ def test_under_overload_every_request_is_answered_once_with_its_own_answer(files
         with ThreadPoolExecutor(clients) as threads:
             answers = np.array(list(threads.map(work, range(clients))))
         with server.client() as client:
-            assert metric(client, 'cafe_tta_requests_total{code="200"}') == clients * each
-            assert metric(client, 'cafe_tta_requests_total{code="429"}') == len(refused)
-            assert metric(client, "cafe_tta_images_total") == clients * each * 3
-            assert metric(client, "cafe_tta_waiting_images") == 0
+            assert metric(client, 'cafe_tta_requests_total{code="200",model="small"}') == clients * each
+            assert metric(client, 'cafe_tta_requests_total{code="429",model="small"}') == len(refused)
+            assert metric(client, 'cafe_tta_images_total{model="small"}') == clients * each * 3
+            assert metric(client, 'cafe_tta_waiting_images{model="small"}') == 0
         assert server.stop() == 0
     expected = files.logits(pixels.reshape(-1, 32, 32, 3)).reshape(answers.shape)
     np.testing.assert_allclose(answers, expected, atol=1e-4)
@@ -84,7 +84,9 @@ def test_a_signal_to_end_answers_all_that_was_let_in_and_ends_soon(files):
             watcher = threads.submit(watch)
             answers = [threads.submit(ask, number) for number in range(waiting)]
             with server.client() as client:
-                until(lambda: metric(client, "cafe_tta_waiting_images") == waiting + 2 * gone, "all are in")
+                until(
+                    lambda: metric(client, 'cafe_tta_waiting_images{model="small"}') == waiting + 2 * gone, "all are in"
+                )
             assert watched.wait(PATIENCE)
             began = time.monotonic()
             assert server.stop(signal.SIGTERM) == 0

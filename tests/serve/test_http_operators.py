@@ -124,10 +124,10 @@ def test_every_metric_of_the_examples_is_one_that_the_server_has(logged, file):
 
 
 def test_metrics_have_the_drift_of_cameras_by_name(logged):
-    found = re.search(r'^cafe_tta_camera_drift\{camera="gate"\} (\S+)$', logged[1], re.M)
+    found = re.search(r'^cafe_tta_camera_drift\{camera="gate",model="small"\} (\S+)$', logged[1], re.M)
     assert found is not None and float(found[1]) > 0
-    assert 'cafe_tta_camera_quarantined{camera="gate"} 0.0' in logged[1]
-    assert "cafe_tta_quarantined_cameras 1.0" in logged[1]
+    assert 'cafe_tta_camera_quarantined{camera="gate",model="small"} 0.0' in logged[1]
+    assert 'cafe_tta_quarantined_cameras{model="small"} 1.0' in logged[1]
 
 
 def camera(name: str, images: int = SETTLED, last_seen: float = 0.0) -> dict:

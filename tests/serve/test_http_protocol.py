@@ -239,7 +239,11 @@ def test_metrics_are_read_by_prometheus_and_name_no_camera_of_few_images(client)
     assert answer.headers["content-type"].startswith("text/plain")
     assert "secret-place" not in answer.text
     assert "_created" not in answer.text
-    for line in ('cafe_tta_requests_total{code="200"}', "cafe_tta_batch_images_count", "cafe_tta_model_version 0.0"):
+    for line in (
+        'cafe_tta_requests_total{code="200",model="small"}',
+        "cafe_tta_batch_images_count",
+        'cafe_tta_model_version{model="small"} 0.0',
+    ):
         assert line in answer.text
 
 

@@ -254,7 +254,7 @@ def test_a_model_that_cannot_answer_is_found_out_and_is_never_ready(files, tmp_p
     async def ask() -> list[httpx.Response]:
         settings = load_settings({"model": str(path), "method": "source"})
         built = build(settings)
-        state = App(built.service, built.model.preprocessing)
+        state = App([built])
         app = create_app(state)
         transport = httpx.ASGITransport(app)
         async with state.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://server") as client:

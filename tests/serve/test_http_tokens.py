@@ -161,5 +161,5 @@ def test_camera_is_undone_and_a_stall_is_shown(files, tmp_path):
         for _ in range(9):  # all that comes is opted out: 288 images, of which no step can be made
             infer(client, random.integers(0, 256, (32, 32, 32, 3)).astype(np.uint8), "x", camera="bad")
         until(lambda: client.get("/api/status").json()["stalled"] is not None, "the stall")
-        assert "cafe_tta_stalled 1.0" in client.get("/metrics").text
+        assert 'cafe_tta_stalled{model="small"} 1.0' in client.get("/metrics").text
         assert "warning cafe_tta.serve.events request=- stalled: no step was taken for" in server.log

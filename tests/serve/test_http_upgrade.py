@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from .http_server import PATIENCE, Server, digits, infer, logits, make_files, shared_files, until
+from .http_server import PATIENCE, Server, digits, infer, logits, make_files, pause, shared_files, until
 
 SMALL = {
     "name": "small", "method": "cafe", "gate": False, "step_images": 16, "validation_images": 16, "buffer_images": 256,
@@ -66,8 +66,7 @@ def test_model_is_replaced_without_losing_a_request_and_back_again(models, tmp_p
         for part in np.split(noise, 4):
             infer(client, part, "x", camera="noise")
         until(lambda: client.get("/api/status").json()["version"] >= 1, "a step")
-        assert client.post("/api/pause").json()["ok"]
-        until(lambda: client.get("/api/status").json()["state"] == "paused", "the pause")
+        pause(client)
         adapted = logits(infer(client, digits(4), "x", adapt=False))
         with Senders(server) as senders:
             until(lambda: len(senders.answers) > 20, "answers")

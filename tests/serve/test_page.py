@@ -71,6 +71,30 @@ def test_the_page_shows_a_server_while_it_works_and_its_buttons_work(files):
         }
 
 
+def test_the_first_page_of_a_server_with_several_models_lists_them(files, tmp_path):
+    require_browser()
+    tables = (f'[models.{name}]\nmodel = "{files.model}"\nsource = ["{files.stats}"]\n' for name in ("gate", "lane"))
+    config = tmp_path / "serve.toml"
+    config.write_text("\n".join(tables))
+    with Server("--config", config) as server, browser() as driver, server.until_ready().client() as client:
+        driver.get(server.url)
+        until(driver, lambda: texts(driver, ".model h2 a") == ["gate", "lane"], "the list")
+        assert texts(driver, ".model .pill") == ["Adapting", "Adapting"]
+        driver.find_element("link text", "lane").click()
+        until(driver, lambda: text(driver, "#name") == "lane" and text(driver, "#state") == "Adapting", "its page")
+        click(driver, "#pause")
+        until(driver, lambda: text(driver, "#state") == "Paused", "the pause")
+        states = {model["name"]: model["state"] for model in client.get("/api/models").json()}
+        assert states == {"gate": "adapting", "lane": "paused"}
+        driver.find_element("link text", "all models").click()
+        until(driver, lambda: texts(driver, ".model .pill") == ["Adapting", "Paused"], "the list again")
+        # A list of one model is no list: what is left has the first page.
+        config.write_text(config.read_text().partition("[models.lane]")[0])
+        assert client.post("/api/reload").json()["ok"]
+        until(driver, lambda: shown(driver, "#name") and text(driver, "#name") == "gate", "the page of what is left")
+        assert errors(driver) == []
+
+
 def check_empty(driver) -> None:
     assert re.fullmatch(r"The next step waits for about \d+ more images\.", text(driver, "#waiting"))
     assert "no images yet" in text(driver, "#drift-more")
@@ -182,7 +206,7 @@ def test_clusters_and_the_cameras_that_fall_into_them_are_shown_also_after_a_res
                 send(server, camera, images[64:])
             check_clusters(driver, client)
             check_widths(driver)
-            gauge = re.search(r"^cafe_tta_clusters (\S+)$", client.get("/metrics").text, re.M)
+            gauge = re.search(r'^cafe_tta_clusters\{model="small"\} (\S+)$', client.get("/metrics").text, re.M)
             before = client.get("/api/status").json()["clusters"]
             assert gauge is not None and float(gauge[1]) >= 2 and server.stop() == 0
         with serve(files, *options) as server, server.until_ready().client() as client:

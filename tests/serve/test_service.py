@@ -251,6 +251,7 @@ STATUS = {
     "answered": int, "adapted_images": int, "steps": dict, "next_step_images": int, "waiting": str, "drift": dict,
     "stalled": type(None), "cameras": list,
     "groups": list, "classes": list, "clusters": type(None), "events": list, "series": list, "snapshots": list,
+    "leader": type(None),
 }  # fmt: skip
 
 

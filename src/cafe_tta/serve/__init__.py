@@ -1,4 +1,4 @@
-"""The server: one model that answers images from many cameras, and adapts behind its answers.
+"""The server: models that answer images from many cameras, and adapt behind their answers.
 
 The modules of this package are the service, which knows tensors and no HTTP; `http` is the server around it.
 
@@ -12,4 +12,5 @@ from cafe_tta.serve.build import build as build
 from cafe_tta.serve.service import Answers as Answers
 from cafe_tta.serve.service import Service as Service
 from cafe_tta.serve.settings import Settings as Settings
+from cafe_tta.serve.settings import load_models as load_models
 from cafe_tta.serve.settings import load_settings as load_settings

@@ -21,7 +21,7 @@ SHOWN_CAMERAS = 32  # of a step, by name
 OTHERS = "(others)"
 LOGGED_REQUESTS = 8  # of a step, by id
 FIGURES = ("alignment", "frechet", "entropy", "loss")
-_WARNINGS = ("warning", "refused", "rolled_back", "quarantined", "stalled", "undone")
+_WARNINGS = ("warning", "refused", "rolled_back", "quarantined", "stalled", "undone", "leader_lost")
 _LEVELS = dict.fromkeys(_WARNINGS, logging.WARNING) | {"error": logging.ERROR}
 _REPLACED = ("skipped", "saved")  # where the event before is of the same kind
 _NAME = r"[^\s/\\'\":;,()]+"  # of a file or a folder, or a part of it between spaces
@@ -62,7 +62,8 @@ def from_json(kind: type[Any], content: Any, what: str) -> Any:
 class Events:
     """The last events. Not thread-safe: the service holds its lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model  # in the log
         self._events: deque[Event] = deque(maxlen=EVENTS)
 
     def __iter__(self) -> Iterator[Event]:
@@ -93,7 +94,7 @@ class Events:
         event = Event(number, time.time(), kind, version, said, by, **known, cameras=_largest(cameras))
         self._events.append(event)
         measured = {name: value for name, value in known.items() if value is not None}
-        fields: dict[str, Any] = {"event": kind, "version": version} | measured
+        fields: dict[str, Any] = {"event": kind, "model": self._model, "version": version} | measured
         if event.cameras:
             fields |= {"cameras": event.cameras, "requests": list(dict.fromkeys(requests))[-LOGGED_REQUESTS:]}
         log.log(_LEVELS.get(kind, logging.INFO), "%s: %s", kind, text, extra={"fields": fields})

@@ -18,6 +18,7 @@ from cafe_tta.serve.adaptation import Adaptation, Outcome
 from cafe_tta.serve.buffer import NEWCOMERS, VALIDATION_EVERY, Buffer, Item
 from cafe_tta.serve.cameras import Camera, Cameras, check_name, finite, screen
 from cafe_tta.serve.events import Events
+from cafe_tta.serve.leader import Standing
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshots
 from cafe_tta.serve.stall import Stall
@@ -82,7 +83,7 @@ class Service:
         num_features = adapter.classifier.num_features
         self._cameras = Cameras(settings, num_features, self._reference, self._buffer, self._lock)
         self._opted_out: set[str] = set()
-        self._events = Events()
+        self._events = Events(self.name)
         self._stall = Stall(settings.step_images)
         self._stalled = ""  # why adapting comes to nothing
         self._first: list[Item] = []  # images that a restored state will be judged on
@@ -155,6 +156,11 @@ class Service:
                 self._wake.notify_all()
         return Answers(passed.logits, labels, probabilities, passed.published, drift, taken, passed.versions)
 
+    @property
+    def version(self) -> int:
+        """Of the snapshot that answers; 0 is the source model."""
+        return self._version
+
     def probe(self, images: Tensor) -> Tensor:
         """Logits of the published snapshot, not counted anywhere: to warm up, and to see whether it answers."""
         return _plain(self._snapshots.published.front(images).logits)
@@ -162,6 +168,22 @@ class Service:
     def check_state(self, folder: Path) -> str:
         """What a start with this folder of states would go on from, in words; raises where it would fail."""
         return self._snapshots.require_usable(folder)
+
+    def standing(self) -> Standing:
+        """What followers of this service have to know, beside its snapshot."""
+        with self._lock:
+            return Standing(
+                run=self._snapshots.run,
+                version=self._version,
+                adapting=self._adapting,
+                source=[camera.name for camera in self._cameras if camera.wants_source],
+                quarantined={camera.name: camera.quarantined for camera in self._cameras if camera.quarantined},
+                opted_out=sorted(self._opted_out),
+            )
+
+    def snapshot(self) -> bytes:
+        """The published snapshot, for followers."""
+        return self._snapshots.export()
 
     def note(self, kind: str, text: str) -> None:
         """Records an event of the server around the service."""
@@ -306,6 +328,7 @@ class Service:
                 "events": self._events.as_json(),
                 "series": list(self._series.points),
                 "snapshots": [snapshot.describe() for snapshot in self._snapshots.history],
+                "leader": None,  # of a follower: see there
             }
 
     def settle(self, timeout: float = 60.0) -> bool:

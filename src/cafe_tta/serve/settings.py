@@ -1,6 +1,7 @@
 """Settings of the server. Each is declared once: the field is the flag, the TOML key, the variable and the check.
 
-A value comes from its default, a TOML file, the environment or a flag; the later of these wins.
+A value comes from its default, a TOML file, the environment or a flag; the later of these wins. Those that are declared
+with `process=True` belong to the server; the others belong to a model, of which a server may have several.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from cafe_tta.methods.choice import MethodOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.models.names import NAMES
-from cafe_tta.options import combine, describe, did_you_mean, option
+from cafe_tta.options import NONE_WORDS, Described, combine, describe, did_you_mean, option
 from cafe_tta.source.reference import MARGIN
 
 PREFIX = "CAFE_TTA_SERVE_"
@@ -21,6 +22,7 @@ MEBIBYTE = 2**20
 
 _MODEL, _ADAPTING, _JUDGE, _STATE = "Model", "Adapting", "Judging every step", "Keeping the adapted model"
 _TRUST = "Which cameras are trusted"
+_LEADER = "Several servers that adapt as one"
 _NETWORK, _QUEUE = "The network", "Batches and the queue (Triton's names)"
 _LIMITS, _LOG = "Limits", "Logging and metrics"
 
@@ -110,12 +112,26 @@ class Settings(MethodOptions, ModelOptions):
     )
     history_megabytes: float = option(512.0, "Memory limit for kept snapshots, in MB.", panel=_STATE, above=0)
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.", panel=_NETWORK)
-    port: int = option(8080, "Port to listen on; 0 takes a free one.", panel=_NETWORK, least=0, most=65535)
+    leader: str | None = option(
+        None,
+        "Address of another server that adapts for this one: its snapshots answer here, images to adapt to are sent to "
+        "it. Needs its token.",
+        panel=_LEADER,
+        metavar="URL",
+        pattern=(r"https?://[^\s/?#@]+(/[^\s?#]*)?", "an address such as http://10.0.0.1:8080"),
+    )
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.", panel=_NETWORK, process=True
+    )
+    port: int = option(
+        8080, "Port to listen on; 0 takes a free one.", panel=_NETWORK, process=True, least=0, most=65535
+    )
     grpc_port: int | None = option(
         None,
         "Port of the Open Inference Protocol's gRPC service; 0 takes a free one. None if not given.",
         panel=_NETWORK,
+        process=True,
         least=0,
         most=65535,
     )
@@ -123,11 +139,17 @@ class Settings(MethodOptions, ModelOptions):
         None,
         "Bearer token that the controls ask for. Prefer the environment or the file: flags are visible to other users.",
         panel=_NETWORK,
+        process=True,
         pattern=(r"[!-~]{8,1000}", "a token of at least 8 printable characters without spaces"),
         secret=True,
     )
     drain_seconds: float = option(
-        5.0, "Seconds to go on answering waiting requests when stopped.", panel=_NETWORK, least=0, most=600
+        5.0,
+        "Seconds to go on answering waiting requests when stopped.",
+        panel=_NETWORK,
+        process=True,
+        least=0,
+        most=600,
     )
 
     max_batch_size: int = option(
@@ -152,7 +174,7 @@ class Settings(MethodOptions, ModelOptions):
     )
     max_json_bytes: int = option(16 * MEBIBYTE, "Size limit of the JSON part of a request.", panel=_LIMITS, least=1024)
     max_pending_bytes: int = option(
-        512 * MEBIBYTE, "Memory limit of all requests at once; beyond it, 429.", panel=_LIMITS, least=1024
+        512 * MEBIBYTE, "Memory limit of all requests at once; beyond it, 429.", panel=_LIMITS, process=True, least=1024
     )
     max_image_pixels: int = option(
         25_000_000, "Largest number of pixels of an image, checked before it is decoded.", panel=_LIMITS, least=1
@@ -161,10 +183,11 @@ class Settings(MethodOptions, ModelOptions):
         4 * MEBIBYTE,
         "Size limit of a gRPC request; max_pending_bytes divided by it is the largest number of such requests at once.",
         panel=_LIMITS,
+        process=True,
         least=1024,
     )
     body_timeout_seconds: float = option(
-        20.0, "Seconds in which a request must arrive; otherwise 408.", panel=_LIMITS, above=0
+        20.0, "Seconds in which a request must arrive; otherwise 408.", panel=_LIMITS, process=True, above=0
     )
     decode_threads: int = option(
         2, "Number of threads that decode and preprocess images.", panel=_LIMITS, least=1, most=64
@@ -174,13 +197,15 @@ class Settings(MethodOptions, ModelOptions):
         20, "Number of cameras that the metrics may name; 0 names none.", panel=_LOG, least=0, most=1000
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe messages to log.", panel=_LOG
+        "info", "Least severe messages to log.", panel=_LOG, process=True
     )
-    log_format: Literal["text", "json"] = option("text", "How log lines are written.", panel=_LOG)
-    access_log: bool = option(False, "Log a line for every request.", panel=_LOG)
+    log_format: Literal["text", "json"] = option("text", "How log lines are written.", panel=_LOG, process=True)
+    access_log: bool = option(False, "Log a line for every request.", panel=_LOG, process=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.leader is not None and self.token is None:
+            raise ValueError("expected `token` with `leader`: that of the leader, which all of its followers share")
         wanted = self.step_images + self.validation_images
         self._require_least("buffer_images", wanted, f"`step_images` + `validation_images` = {wanted}")
         self._require_least("max_queue_size", self.max_batch_size, f"`max_batch_size` = {self.max_batch_size}")
@@ -194,29 +219,99 @@ class Settings(MethodOptions, ModelOptions):
 
 def load_settings(flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """The settings that a TOML file, the environment and flags (those that are not None) make together."""
-    known = [name for described in describe(kind) for name in described.names]
-    return combine(kind, _from_file(config, known), _from_environment(known), _from_flags(flags))
+    first, *others = load_models(flags, config, kind)
+    if others:
+        names = ", ".join(str(settings.name) for settings in (first, *others))
+        raise ValueError(f"expected the settings of one model, but {config} has {len(others) + 1}: {names}")
+    return first
+
+
+def load_models(
+    flags: Mapping[str, Any], config: Path | None = None, kind: type[Settings] = Settings
+) -> list[Settings]:
+    """The settings of each model: of every table `[models.NAME]` of the file, or of the one model of a file without.
+
+    What stands outside of the tables, in the environment and in flags holds for all models, except that each has the
+    folder of its name in a `state` that is given there.
+    """
+    known = {name: described for described in describe(kind) for name in described.names}
+    values = {} if config is None else _read_file(config)
+    tables = values.pop("models", None)
+    common = [list(_from_table(values, str(config), known)), list(_from_environment(known)), list(_from_flags(flags))]
+    if tables is None:
+        return [combine(kind, *common)]
+    if not isinstance(tables, dict) or not tables:
+        raise ValueError(f"expected tables [models.NAME] in {config}, one for each model, but got {tables!r:.80}")
+    if place := next((place for layer in common for name, _, place in layer if name == "name"), None):
+        raise ValueError(f"expected no `name` beside [models.NAME] in {config}: the table says it ({place})")
+    found = [combine(kind, *_layers(name, table, config, known, common)) for name, table in tables.items()]
+    _require_own_states(found)
+    return found
+
+
+def of_model(settings: Settings) -> dict[str, Any]:
+    """The settings that belong to the model, not to the process of the server."""
+    described = (described for described in describe(Settings) if not described.extra.get("process"))
+    return {each.name: getattr(settings, each.name) for each in described}
 
 
 Given = tuple[str, Any, str]  # name, value, and where it was given, in words
+Known = Mapping[str, Described]
 
 
-def _from_file(config: Path | None, known: Sequence[str]) -> Iterator[Given]:
-    if config is None:
-        return
+def _layers(
+    name: str, table: Any, config: Path | None, known: Known, common: Sequence[Sequence[Given]]
+) -> list[list[Given]]:
+    """What is given for one model: outside of its table, in it, in the environment and in flags."""
+    where = f"[models.{name}] of {config}"
+    if not isinstance(table, dict):
+        raise ValueError(f"expected {where} to be a table of settings, but got {table!r:.80}")
+    own = [("name", name, where), *_from_table(table, where, known)]
+    for setting, _, _ in own[1:]:
+        if setting == "name":
+            raise ValueError(f"expected no `name` in {where}: the heading of the table says it")
+        if known[setting].extra.get("process"):
+            raise ValueError(f"expected `{setting}` outside of {where}: it belongs to the server, not to one model")
+    file, *others = ([_beneath(given, name) for given in layer] for layer in common)
+    return [file, own, *others]
+
+
+def _beneath(given: Given, model: str) -> Given:
+    """A value that is given for all models, as one of them has it: `state` is a folder of folders."""
+    name, value, place = given
+    if name != "state" or str(value).lower() in NONE_WORDS:
+        return given
+    return name, Path(value) / model if isinstance(value, (str, Path)) else value, place
+
+
+def _require_own_states(models: Sequence[Settings]) -> None:
+    owners: dict[Path, str | None] = {}
+    for settings in models:
+        folder = None if settings.state is None else Path(settings.state).resolve()
+        if folder in owners:
+            both = f"{owners[folder]} and {settings.name}"
+            raise ValueError(f"expected a folder of its own for the `state` of every model, but {both} share {folder}")
+        if folder is not None:
+            owners[folder] = settings.name
+
+
+def _read_file(config: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(config.read_text(encoding="utf-8"))
+        return tomllib.loads(config.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is not a TOML file: {error}") from None
+
+
+def _from_table(values: Mapping[str, Any], where: str, known: Known) -> Iterator[Given]:
     for name, value in values.items():
         if name not in known:
-            raise ValueError(_unknown(f"{name!r} in {config}", did_you_mean(name, known)))
+            raise ValueError(_unknown(f"{name!r} in {where}", did_you_mean(name, known)))
         if isinstance(value, dict):
-            raise ValueError(f"expected {name} in {config} to be a value, but got a table; see cafe-tta serve --help")
-        yield name, value, str(config)
+            raise ValueError(f"expected {name} in {where} to be a value, but got a table; see cafe-tta serve --help")
+        yield name, value, where
 
 
-def _from_environment(known: Sequence[str]) -> Iterator[Given]:
+def _from_environment(known: Known) -> Iterator[Given]:
     variables = {f"{PREFIX}{name.upper()}": name for name in known}
     for variable, value in os.environ.items():
         if not variable.upper().startswith(PREFIX):

@@ -2,22 +2,24 @@
 
 import copy
 import re
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cafe_tta import storage
 from cafe_tta.adapter import Adapter, copied
 from cafe_tta.classifier import describe_difference
 from cafe_tta.serve.events import OTHERS, Event
 from cafe_tta.serve.settings import Settings
-from cafe_tta.serve.store import AdapterMeta, Saved, Store, read_files
+from cafe_tta.serve.store import FORMAT, KIND, AdapterMeta, Saved, SavedMeta, Store, read_files
 
 SOURCE_VERSION = 0
 CHUNK = 16  # images in one background pass: an answer has to wait for no more than these
@@ -188,6 +190,9 @@ class History:
     def forget(self, version: int) -> None:
         self._snapshots.pop(version, None)
 
+    def clear(self) -> None:
+        self._snapshots.clear()
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -216,6 +221,9 @@ class Snapshots:
         self.contributions: dict[str, int] = {}  # of the published snapshot
         self.good = copied(adapter.state())  # of the published snapshot, with the optimiser's memory
         self._of_source = self.good  # constant
+        self.run = secrets.token_hex(8)  # versions of another run may have the same numbers
+        self._current = Snapshot(SOURCE_VERSION, time.time(), self.good)  # what is published, for any thread to read
+        self._exported: tuple[Snapshot, bytes] | None = None
         # The best snapshot so far. Steps that are each a little worse than the one before add up; compared with this
         # one they do not go unnoticed.
         self.anchor = Replica(adapter)
@@ -235,6 +243,7 @@ class Snapshots:
         self.published.swap_in(version, self.good)
         self.highest = max(self.highest, version)
         self.contributions = dict(contributions or {})
+        self._current = Snapshot(version, time.time(), self.good, alignment, self.contributions)
         if version != SOURCE_VERSION:
             tensors = for_answering(self.good)
             self.history.add(Snapshot(version, time.time(), tensors, alignment, self.contributions))
@@ -316,9 +325,52 @@ class Snapshots:
         if saved is None:
             known = ", ".join(str(snapshot.version) for snapshot in self.history) or "none"
             raise ValueError(f"cannot roll back to version {version}: it is not kept; kept: {known}; 0 is the source")
-        self._require_ours(saved)
+        self._require_ours(saved.meta, saved.path.name)
         self.take(version, saved.tensors, saved.meta.learnt_from)
         return version
+
+    # Of a leader, and for followers
+
+    def export(self) -> bytes:
+        """The published snapshot as a file of the store is, with the run that it belongs to. Any thread may ask."""
+        current, exported = self._current, self._exported
+        if exported is None or exported[0] is not current:
+            meta = SavedMeta(
+                time=current.time,
+                version=current.version,
+                highest=max(current.version, self.highest),
+                adapter=AdapterMeta(**self.adapter._state_meta()),
+                events=[],
+                opted_out=[],
+                contributions=dict(current.contributions),
+            )
+            tensors = for_answering(current.tensors)
+            exported = self._exported = (current, storage.pack(KIND, FORMAT, tensors, asdict(meta) | {"run": self.run}))
+        return exported[1]
+
+    def num_bytes(self) -> int:
+        """Size of the published state."""
+        return self._current.num_bytes()
+
+    def follow(self, exported: bytes, run: str) -> tuple[str, int]:
+        """Publishes the snapshot of a leader, and returns its run and its version; `run` is the one before.
+
+        One that is damaged, of another model or no state that adapting makes is refused, and changes nothing.
+        """
+        tensors, content = storage.unpack(exported, KIND, FORMAT, "the leader's snapshot")
+        meta = SavedMeta.read(content)
+        theirs = content.get("run")
+        if not isinstance(theirs, str):
+            raise ValueError("expected the leader's snapshot to name the `run` that it belongs to")
+        self._require_ours(meta, "the leader's snapshot", "give this server the settings of its leader")
+        if theirs != run:  # its versions may have the same numbers
+            self.history.clear()
+            self._saved = ()
+        if meta.version == SOURCE_VERSION:
+            self.back_to_source()
+        else:
+            self.take(meta.version, tensors, meta.learnt_from)
+        return theirs, meta.version
 
     # On disk
 
@@ -434,7 +486,7 @@ class Snapshots:
 
     def _unfit(self, saved: Saved) -> str:
         """Why a state that is whole cannot be used; empty if it can. One of another model is an error."""
-        self._require_ours(saved)
+        self._require_ours(saved.meta, saved.path.name)
         if saved.meta.version == SOURCE_VERSION:
             return ""
         try:
@@ -444,10 +496,11 @@ class Snapshots:
         self.restore_good()
         return ""
 
-    def _require_ours(self, saved: Saved) -> None:
-        theirs, ours = saved.meta.adapter, self.adapter._state_meta()
-        other = f"{saved.path.name} cannot be used: it"
-        cure = "choose another folder for the state, or empty this one"
+    def _require_ours(
+        self, meta: SavedMeta, name: str, cure: str = "choose another folder for the state, or empty this one"
+    ) -> None:
+        theirs, ours = meta.adapter, self.adapter._state_meta()
+        other = f"{name} cannot be used: it"
         if theirs.method != ours["method"]:
             asked = f"start with `method` {theirs.method!r} to go on from it, or {cure}"
             raise ValueError(f"{other} is a state of {theirs.method!r}, but this is {ours['method']!r}; {asked}")

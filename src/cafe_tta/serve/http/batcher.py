@@ -117,12 +117,21 @@ class Batcher:
         finally:
             self._images -= images
 
-    async def submit(self, images: Tensor, camera: str, adapt: bool, timeout: float, verified: bool = False) -> Result:
-        """The answer to the images of a request, for which room was reserved."""
+    async def submit(
+        self,
+        images: Tensor,
+        camera: str,
+        adapt: bool,
+        timeout: float,
+        verified: bool = False,
+        request: str | None = None,
+    ) -> Result:
+        """The answer to the images of a request, for which room was reserved; `request` is its id, if another."""
         if self._closing:
             raise ServeError(503, "the server is shutting down", retry_after=5)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        work = Work(images, camera, adapt, time.monotonic() + timeout, answer, verified)
+        known = request_id.get() if request is None else request
+        work = Work(images, camera, adapt, time.monotonic() + timeout, answer, verified, known)
         self._queue.append(work)
         self._waiting += len(work)
         self._changed.set()

@@ -14,24 +14,46 @@ _DISCARD_SECONDS = 2.0  # to let a client finish sending before it is refused: e
 
 
 class PendingBytes:
-    """The number of bytes that all requests together hold."""
+    """The number of bytes that all requests together hold. Each of `models` models may hold an equal part of them."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, models: int = 1) -> None:
+        self.limit, self.models = limit, models
+        self.held = 0
+
+    @property
+    def part(self) -> int:
+        return self.limit // self.models
+
+
+class ModelBytes:
+    """The number of bytes that the requests to one model hold."""
+
+    def __init__(self, pool: PendingBytes) -> None:
+        self._pool = pool
         self.held = 0
 
     def take(self, count: int) -> None:
-        if self.held + count > self.limit:
+        pool = self._pool
+        # Where models were added, others may still hold more than their part.
+        if self.held + count > pool.part or pool.held + count > pool.limit:
+            whose = "" if pool.models == 1 else f", the part of this model among {pool.models}"
             raise ServeError(
-                429, f"the requests at hand take {self.limit} bytes already (max_pending_bytes)", retry_after=1
+                429,
+                f"the requests at hand take {pool.part} bytes already (max_pending_bytes{whose})",
+                retry_after=1,
             )
         self.held += count
+        pool.held += count
+
+    def release(self, count: int) -> None:
+        self.held -= count
+        self._pool.held -= count
 
 
 class Lease:
     """The bytes of one request, released at its end."""
 
-    def __init__(self, pending: PendingBytes) -> None:
+    def __init__(self, pending: ModelBytes) -> None:
         self._pending = pending
         self._count = 0
 
@@ -39,7 +61,7 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pending.held -= self._count
+        self._pending.release(self._count)
 
     def grow_to(self, count: int) -> None:
         if count > self._count:

@@ -14,14 +14,15 @@ from fastapi import Request
 from starlette.responses import Response
 from torch import Tensor
 
+from cafe_tta.serve.build import Built
 from cafe_tta.serve.credentials import Credentials
 from cafe_tta.serve.http.batcher import Batcher, Work
-from cafe_tta.serve.http.body import Lease, PendingBytes, pack, read_body
-from cafe_tta.serve.http.metrics import Metrics
+from cafe_tta.serve.http.body import Lease, ModelBytes, PendingBytes, pack, read_body
+from cafe_tta.serve.http.metrics import Metrics, NamedCameras
 from cafe_tta.serve.http.middleware import ServeError, check_site
 from cafe_tta.serve.http.plain import is_plain, read_plain, recognised
 from cafe_tta.serve.http.protocol import VERSION, InferRequest, Result, Signature, parse, prepare, reply, shown
-from cafe_tta.serve.service import Service
+from cafe_tta.serve.leader import Followers
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +39,20 @@ class Count:
 
 
 class Inference:
-    """Answers inference requests. Lives on one event loop, once it is open."""
+    """Answers the inference requests to one model. Lives on one event loop, once it is open."""
 
-    def __init__(self, service: Service, signature: Signature, metrics: Metrics) -> None:
-        self.service, self.signature, self.settings, self.metrics = service, signature, service.settings, metrics
+    def __init__(self, built: Built, metrics: Metrics, pool: PendingBytes) -> None:
+        self.built, self.service, self.settings = built, built.service, built.service.settings
+        self.signature = Signature.of(self.service, built.model.preprocessing)
+        self.metrics = metrics.of(self.signature.name)
+        self.followers = Followers()
+        self.named_cameras = NamedCameras(self.settings.metrics_cameras)
         tokens = self.settings.camera_tokens
         self.credentials = None if tokens is None else Credentials(tokens)
         self.batcher: Batcher | None = None  # made on the event loop
         self.warm = False  # the model has answered an image
         self.stopping = asyncio.Event()
-        self.pending = PendingBytes(self.settings.max_pending_bytes)
+        self.pending = ModelBytes(pool)
         self._active = 0  # requests that have begun and are not answered yet
         self._decoders = ThreadPoolExecutor(self.settings.decode_threads, thread_name_prefix="decode")
         self._probing: asyncio.Future[bool] | None = None
@@ -62,6 +67,20 @@ class Inference:
             watch=self._note_batch,
         )
         self._probing = asyncio.ensure_future(self._probe())
+
+    def require_room(self, part: int) -> None:
+        """Refuses settings whose largest request takes more bytes than all requests to this model may."""
+        settings = self.settings
+        largest = settings.max_body_bytes + settings.max_batch_size * self.signature.image_bytes
+        if largest > part:
+            raise ValueError(
+                f"one request of max_batch_size = {settings.max_batch_size} images of {self.signature.name} takes up "
+                f"to {largest} bytes, but all requests to it may take {part}, its part of max_pending_bytes = "
+                f"{settings.max_pending_bytes}; lower the one or raise the other"
+            )
+
+    def status(self) -> dict[str, Any]:
+        return self.service.status() | self.followers.describe()
 
     @property
     def waiting(self) -> int:
@@ -81,12 +100,12 @@ class Inference:
             await self.batcher.close()
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
-    async def infer(self, request: Request, name: str, version: str = VERSION) -> Response:
+    async def infer(self, request: Request, version: str = VERSION) -> Response:
         with self.counted() as count, Lease(self.pending) as lease:
 
             def admit() -> None:
                 check_site(request, self.settings.token)
-                self.admit(name, version)
+                self.admit(version)
 
             limit, patience = self.settings.max_body_bytes, self.settings.body_timeout_seconds
             body = await read_body(request, lease, limit, patience, admit)
@@ -101,12 +120,16 @@ class Inference:
             count.images = parsed.count
             return response
 
-    def admit(self, name: str, version: str) -> None:
+    def admit(self, version: str) -> None:
         """Refuses a request that cannot be answered, before its images are read."""
-        self.require_model(name, version)
+        self.require_version(version)
+        self.require_batcher().check_room()
+
+    def require_batcher(self) -> Batcher:
+        """The queue before the model, once that is ready."""
         if not self.warm or self.batcher is None:
             raise ServeError(503, "the model is not ready yet", retry_after=1)
-        self.batcher.check_room()
+        return self.batcher
 
     async def answer(self, parsed: InferRequest, authorization: str, lease: Lease, held: int, started: float) -> Result:
         """The answer to a request that was admitted, and whose body holds so many bytes."""
@@ -144,21 +167,29 @@ class Inference:
     def counted(self) -> Iterator["Count"]:
         """Counts a request, from its beginning to its answer."""
         count, code = Count(time.monotonic()), 500
-        self._active += 1
         try:
-            yield count
+            with self.occupied():
+                yield count
             code = 200
         except ServeError as error:
             code = error.status
             raise
         finally:
-            self._active -= 1
             seconds = time.monotonic() - count.started
-            self.metrics.requests.labels(str(code)).inc()
+            self.metrics.answered(code)
             self.metrics.request_seconds.observe(seconds)
             self.metrics.images.inc(count.images)
             if count.images:
                 self.service.observe(count.images, seconds)
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Keeps the model until a request is answered."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
 
     async def _parse(self, request: Request, body: bytearray) -> InferRequest:
         content_type = recognised(body, request.headers.get("content-type", ""))
@@ -222,10 +253,9 @@ class Inference:
 
     # Readiness
 
-    def require_model(self, name: str, version: str) -> None:
-        if name != self.signature.name:
-            raise ServeError(404, f"no model {name[:100]!r}; this server has {self.signature.name!r}")
+    def require_version(self, version: str) -> None:
         if version != VERSION:
+            name = self.signature.name
             raise ServeError(404, f"no version {version[:40]!r} of {name!r}; there is {VERSION!r}")
 
     async def require_ready(self) -> None:

@@ -1,12 +1,12 @@
 """Metrics for Prometheus. Cameras by name are few, and change slowly: clients choose how many names there are."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Gauge,
     Histogram,
     ProcessCollector,
     disable_created_metrics,
@@ -40,41 +40,73 @@ _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a registry of its own. Those of a model have the label `model`."""
 
-    def __init__(self, status: Callable[[], Mapping[str, Any]], waiting: Callable[[], int], named_cameras: int) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, "Measured"]]) -> None:
         disable_created_metrics()  # they double the number of lines and add nothing
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
-            "cafe_tta_requests", "Inference requests that were answered.", ["code"], registry=self.registry
-        )
-        self.images = Counter("cafe_tta_images", "Images that were classified.", registry=self.registry)
-        self.request_seconds = Histogram(
-            "cafe_tta_request_seconds",
-            "From the first byte of a request to its answer.",
-            buckets=_BUCKETS,
+        self._requests = Counter(
+            "cafe_tta_requests",
+            "Inference requests that were answered.",
+            ["model", "code"],
             registry=self.registry,
         )
-        self.queue_seconds = Histogram(
-            "cafe_tta_queue_seconds",
-            "How long the oldest request of a batch waited.",
-            buckets=_BUCKETS,
-            registry=self.registry,
+        self._images = Counter("cafe_tta_images", "Images that were classified.", ["model"], registry=self.registry)
+        self._request_seconds = self._histogram("request_seconds", "From the first byte of a request to its answer.")
+        self._queue_seconds = self._histogram("queue_seconds", "How long the oldest request of a batch waited.")
+        self._batch_seconds = self._histogram("batch_seconds", "How long the model took for a batch.")
+        self._batch_images = self._histogram("batch_images", "Images of a batch.", _IMAGES)
+        self.registry.register(_OfModels(models))
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float] = _BUCKETS) -> Histogram:
+        return Histogram(f"cafe_tta_{name}", meaning, ["model"], buckets=buckets, registry=self.registry)
+
+    def of(self, model: str) -> "ModelMetrics":
+        """What is counted for one model; a model that replaces another of its name goes on counting."""
+        return ModelMetrics(
+            lambda code: self._requests.labels(model, str(code)).inc(),
+            self._images.labels(model),
+            self._request_seconds.labels(model),
+            self._queue_seconds.labels(model),
+            self._batch_seconds.labels(model),
+            self._batch_images.labels(model),
         )
-        self.batch_seconds = Histogram(
-            "cafe_tta_batch_seconds", "How long the model took for a batch.", buckets=_BUCKETS, registry=self.registry
-        )
-        self.batch_images = Histogram(
-            "cafe_tta_batch_images", "Images of a batch.", buckets=_IMAGES, registry=self.registry
-        )
-        Gauge("cafe_tta_waiting_images", "Images that wait for an answer.", registry=self.registry).set_function(
-            waiting
-        )
-        self.registry.register(_OfService(status, named_cameras))
+
+    def forget(self, model: str) -> None:
+        """Drops the counts of a model that is no longer served."""
+        for sample in next(iter(self._requests.collect())).samples:
+            if sample.labels["model"] == model:
+                self._requests.remove(model, sample.labels["code"])
+        for metric in (
+            self._images, self._request_seconds, self._queue_seconds, self._batch_seconds, self._batch_images
+        ):  # fmt: skip
+            metric.remove(model)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+@dataclass(frozen=True)
+class ModelMetrics:
+    """What is counted for one model."""
+
+    answered: Callable[[int], None]  # a request, with this status
+    images: Counter
+    request_seconds: Histogram
+    queue_seconds: Histogram
+    batch_seconds: Histogram
+    batch_images: Histogram
+
+
+class Measured(Protocol):
+    """A served model, as far as it is measured when the metrics are read."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def named_cameras(self) -> "NamedCameras": ...
+    def status(self) -> Mapping[str, Any]: ...
 
 
 class NamedCameras:
@@ -98,57 +130,85 @@ class NamedCameras:
         return [present[name] for name in self._names]
 
 
-class _OfService(Collector):
-    """The service's own figures, computed when they are read."""
+class _OfModels(Collector):
+    """The figures of the services themselves, computed when they are read."""
 
-    def __init__(self, status: Callable[[], Mapping[str, Any]], named_cameras: int) -> None:
-        self._status = status
-        self._named = NamedCameras(named_cameras)
+    def __init__(self, models: Callable[[], Mapping[str, Measured]]) -> None:
+        self._models = models
 
     def describe(self) -> list[Metric]:
         return []  # else it would be asked before it is ready
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        steps = CounterMetricFamily("cafe_tta_steps", "Steps of adapting, by what became of them.", labels=["outcome"])
-        for outcome, count in status["steps"].items():
-            steps.add_metric([outcome], count)
-        yield steps
-        adapted = "Images that were taken for adapting; a quarter of them validates the steps."
-        yield CounterMetricFamily("cafe_tta_adapted_images", adapted, value=status["adapted_images"])
-        yield GaugeMetricFamily("cafe_tta_model_version", "Number of the state that answers.", value=status["version"])
-        yield GaugeMetricFamily(
-            "cafe_tta_adapting", "1 while the model adapts.", value=float(status["state"] == "adapting")
-        )
-        stalled = float(status["stalled"] is not None)
-        yield GaugeMetricFamily("cafe_tta_stalled", "1 while adapting comes to nothing.", value=stalled)
-        cameras = status["cameras"]
-        yield GaugeMetricFamily("cafe_tta_cameras", "Cameras that are known.", value=len(cameras))
-        quarantined = sum(camera["quarantined"] is not None for camera in cameras)
-        yield GaugeMetricFamily("cafe_tta_quarantined_cameras", "Cameras in quarantine.", value=quarantined)
-        yield from self._by_camera(cameras, status["now"])
-        if status["clusters"] is not None:
-            yield GaugeMetricFamily(
-                "cafe_tta_clusters", "Clusters of images that are corrupted alike.", value=len(status["clusters"])
-            )
-        drift = GaugeMetricFamily(
-            "cafe_tta_drift", "Drift of recent images from the source images; 1 is like them.", labels=["model"]
-        )
-        for model, key in (("adapted", "overall"), ("source", "source")):
-            if status["drift"].get(key) is not None:
-                drift.add_metric([model], status["drift"][key])
-        yield drift
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for model, measured in self._models().items():
+            for figure in _figures(measured):
+                family = families.get(figure.name)
+                if family is None:
+                    family = families[figure.name] = figure.family()
+                for values, value in figure.values:
+                    family.add_metric([model, *values], value)
+        yield from families.values()
 
-    def _by_camera(self, cameras: Sequence[Mapping[str, Any]], now: float) -> Iterator[Metric]:
-        drift = GaugeMetricFamily("cafe_tta_camera_drift", "Drift of a camera's recent images.", labels=["camera"])
-        images = CounterMetricFamily("cafe_tta_camera_images", "Images of a camera.", labels=["camera"])
-        quarantined = GaugeMetricFamily(
-            "cafe_tta_camera_quarantined", "1 while a camera is in quarantine.", labels=["camera"]
-        )
-        for camera in self._named.choose(cameras, now):
-            label = [camera["camera"]]
-            images.add_metric(label, camera["images"])
-            quarantined.add_metric(label, float(camera["quarantined"] is not None))
-            if camera["drift"] is not None:
-                drift.add_metric(label, camera["drift"])
-        yield from (drift, images, quarantined)
+
+@dataclass(frozen=True)
+class _Figure:
+    name: str
+    meaning: str
+    values: Sequence[tuple[Sequence[str], float]]  # values of the labels, and the figure
+    labels: Sequence[str] = ()
+    counted: bool = False
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        kind = CounterMetricFamily if self.counted else GaugeMetricFamily
+        return kind(f"cafe_tta_{self.name}", self.meaning, labels=["model", *self.labels])
+
+
+def _figures(measured: Measured) -> Iterator[_Figure]:
+    """The figures of one model."""
+    status = measured.status()
+
+    def one(name: str, meaning: str, value: float, counted: bool = False) -> _Figure:
+        return _Figure(name, meaning, [((), float(value))], counted=counted)
+
+    yield one("waiting_images", "Images that wait for an answer.", measured.waiting)
+    steps = [((outcome,), count) for outcome, count in status["steps"].items()]
+    yield _Figure("steps", "Steps of adapting, by what became of them.", steps, ["outcome"], counted=True)
+    adapted = "Images that were taken for adapting; a quarter of them validates the steps."
+    yield one("adapted_images", adapted, status["adapted_images"], counted=True)
+    yield one("model_version", "Number of the state that answers.", status["version"])
+    yield one("adapting", "1 while the model adapts.", status["state"] == "adapting")
+    yield one("stalled", "1 while adapting comes to nothing.", status["stalled"] is not None)
+    yield from _of_several_servers(status)
+    cameras = status["cameras"]
+    yield one("cameras", "Cameras that are known.", len(cameras))
+    quarantined = sum(camera["quarantined"] is not None for camera in cameras)
+    yield one("quarantined_cameras", "Cameras in quarantine.", quarantined)
+    yield from _by_camera(measured.named_cameras.choose(cameras, status["now"]))
+    if status["clusters"] is not None:
+        yield one("clusters", "Clusters of images that are corrupted alike.", len(status["clusters"]))
+    drift = ((name, status["drift"].get(key)) for name, key in (("adapted", "overall"), ("source", "source")))
+    known = [((name,), value) for name, value in drift if value is not None]
+    yield _Figure("drift", "Drift of recent images from the source images; 1 is like them.", known, ["weights"])
+
+
+def _of_several_servers(status: Mapping[str, Any]) -> Iterator[_Figure]:
+    """The figures of a leader; and those of a follower, which others have not."""
+    yield _Figure("followers", "Servers that follow this one.", [((), len(status["followers"]))])
+    taken = [((), status["follower_images"])]
+    yield _Figure("follower_images", "Images to adapt to that followers sent.", taken, counted=True)
+    leader = status["leader"]
+    up = [] if leader is None else [((), float(leader["away"] is None))]
+    yield _Figure("leader_up", "Of a follower: 1 while its leader answers.", up)
+    for name, what in (("sent", "that were sent to the leader"), ("unsent", "that the leader did not get")):
+        count = [] if leader is None else [((), leader[f"{name}_images"])]
+        yield _Figure(f"{name}_images", f"Of a follower: images to adapt to {what}.", count, counted=True)
+
+
+def _by_camera(cameras: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:
+    drift = [((camera["camera"],), camera["drift"]) for camera in cameras if camera["drift"] is not None]
+    yield _Figure("camera_drift", "Drift of a camera's recent images.", drift, ["camera"])
+    images = [((camera["camera"],), camera["images"]) for camera in cameras]
+    yield _Figure("camera_images", "Images of a camera.", images, ["camera"], counted=True)
+    quarantined = [((camera["camera"],), float(camera["quarantined"] is not None)) for camera in cameras]
+    yield _Figure("camera_quarantined", "1 while a camera is in quarantine.", quarantined, ["camera"])

@@ -48,7 +48,8 @@ _ERROR = {
 def describe(method: str, path: str, handler: Callable[..., Any]) -> dict[str, Any]:
     """What FastAPI is told of a route, beside its path and its handler."""
     words = [part.strip("{}").partition(":")[0] for part in path.split("/") if part]
-    extra = _INFER if path.endswith("/infer") else {"security": [{"token": []}]} if method == "POST" else {}
+    guarded = method == "POST" or path in ("/api/standing", "/api/snapshot")
+    extra = _INFER if path.endswith("/infer") else {"security": [{"token": []}]} if guarded else {}
     return {
         "response_model": None,
         "summary": (handler.__doc__ or "").strip().partition("\n")[0].rstrip("."),

@@ -54,7 +54,7 @@ class Signature:
     def of(cls, service: Service, preprocessing: Preprocessing) -> "Signature":
         """The signature of a service, with the limits of its settings."""
         settings = service.settings
-        signature = cls(
+        return cls(
             service.name,
             service.num_classes,
             preprocessing,
@@ -63,12 +63,6 @@ class Signature:
             max_json_bytes=min(settings.max_json_bytes, settings.max_body_bytes),
             device=service.device,
         )
-        if settings.max_body_bytes + settings.max_batch_size * signature.image_bytes > settings.max_pending_bytes:
-            raise ValueError(
-                f"one request of max_batch_size = {settings.max_batch_size} images of this model takes more memory "
-                f"than max_pending_bytes = {settings.max_pending_bytes} allows; lower the one or raise the other"
-            )
-        return signature
 
     def metadata(self) -> dict[str, Any]:
         """The answer to `GET /v2/models/NAME`."""

@@ -80,30 +80,29 @@ class Service:
         return message("ServerLiveResponse")(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
-        return message("ServerReadyResponse")(ready=await self._is_ready())
+        return message("ServerReadyResponse")(ready=await _succeeds(self.app.require_ready()))
 
     async def model_ready(self, request: Any, context: Any) -> Any:
-        self.app.inference.require_model(request.name, request.version or VERSION)
-        return message("ModelReadyResponse")(ready=await self._is_ready())
+        inference = self.app.versioned(request.name, request.version or VERSION)
+        return message("ModelReadyResponse")(ready=await _succeeds(inference.require_ready()))
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
         return message("ServerMetadataResponse")(name="cafe-tta", version=__version__, extensions=EXTENSIONS)
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        self.app.inference.require_model(request.name, request.version or VERSION)
-        known = self.app.signature.metadata()
+        known = self.app.versioned(request.name, request.version or VERSION).signature.metadata()
         return message("ModelMetadataResponse")(
             **{name: value for name, value in known.items() if name != "parameters"}
         )
 
     async def repository_index(self, request: Any, context: Any) -> Any:
-        models = [model for model in await self.app.models() if model["state"] == "READY" or not request.ready]
+        models = [model for model in await self.app.index() if model["state"] == "READY" or not request.ready]
         return message("RepositoryIndexResponse")(models=models)
 
     async def model_infer(self, request: Any, context: Any) -> Any:
-        inference = self.app.inference
+        inference = self.app.model(request.model_name)
         with inference.counted() as count, Lease(inference.pending) as lease:
-            inference.admit(request.model_name, request.model_version or VERSION)
+            inference.admit(request.model_version or VERSION)
             size = request.ByteSize()
             lease.grow_to(size)
             signature = inference.signature
@@ -116,12 +115,13 @@ class Service:
             count.images = parsed.count
             return write_message(parsed, result, signature)
 
-    async def _is_ready(self) -> bool:
-        try:
-            await self.app.inference.require_ready()
-        except ServeError:
-            return False
-        return True
+
+async def _succeeds(check: Awaitable[None]) -> bool:
+    try:
+        await check
+    except ServeError:
+        return False
+    return True
 
 
 METHODS = (

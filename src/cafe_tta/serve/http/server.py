@@ -1,4 +1,4 @@
-"""Running the application: one process, since the adapted states of several would drift apart."""
+"""Running the application: one process. The adapted states of several workers would drift apart; see `follower`."""
 
 import asyncio
 import contextlib
@@ -91,12 +91,16 @@ class _Server(uvicorn.Server):
         if self.started:
             self._reload_on_hangup()
             await self._start_grpc()
-            self._say(f"serving {self._app.signature.name} on {self._where}")
+            self._say(f"serving {self._names} on {self._where}")
+
+    @property
+    def _names(self) -> str:
+        return ",".join(self._app.models)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._say("stopping: answering waiting requests")
         grpc = None if self._grpc is None else asyncio.create_task(self._grpc.stop(self._app.settings.drain_seconds))
-        draining = asyncio.create_task(self._app.inference.drain())
+        draining = asyncio.create_task(self._app.drain())
         await super().shutdown(sockets)
         await draining
         if grpc is not None:
@@ -110,10 +114,10 @@ class _Server(uvicorn.Server):
         from cafe_tta.serve.http import rpc
 
         self._grpc, port = await rpc.start(self._app)
-        self._say(f"serving {self._app.signature.name} over gRPC on {settings.host}:{port}")
+        self._say(f"serving {self._names} over gRPC on {settings.host}:{port}")
 
     def _reload_on_hangup(self) -> None:
-        """Replaces the model on SIGHUP, where there is such a signal."""
+        """Takes the models of the settings as they are now on SIGHUP, where there is such a signal."""
         tasks: set[asyncio.Task[None]] = set()  # else a running one could be collected
 
         def begin() -> None:
@@ -127,11 +131,11 @@ class _Server(uvicorn.Server):
     async def _reload(self) -> None:
         self._say("reloading: the present model answers until the next one is ready")
         try:
-            await self._app.replace_model()
+            await self._app.reload()
         except ServeError as error:
             self._say(f"error: {error.text}; the present model goes on answering")
         else:
-            self._say(f"serving {self._app.signature.name} on {self._where}")
+            self._say(f"serving {self._names} on {self._where}")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

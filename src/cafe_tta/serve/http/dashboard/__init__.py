@@ -1,4 +1,4 @@
-"""The dashboard: one page with its style and its script inside, without a build step and without outside resources."""
+"""The dashboard: a page with its style and its script inside, without a build step and without outside resources."""
 
 import base64
 import hashlib
@@ -13,17 +13,18 @@ FAVICON = (
 
 
 @cache
-def html() -> str:
-    """The page."""
-    return _part("page.html").replace("{{style}}", _style()).replace("{{script}}", _script())
+def html(listed: bool = False) -> str:
+    """The page of a model, or the one that lists several."""
+    page = _part("models.html" if listed else "page.html")
+    return page.replace("{{style}}", _style()).replace("{{script}}", _script(listed))
 
 
 @cache
-def csp() -> str:
+def csp(listed: bool = False) -> str:
     """The page's Content-Security-Policy: its own style, script and server, nothing else."""
     rules = {
         "default-src": "'none'",
-        "script-src": _hash(_script()),
+        "script-src": _hash(_script(listed)),
         "style-src": _hash(_style()),
         "connect-src": "'self'",
         "img-src": "'self'",
@@ -38,8 +39,8 @@ def _style() -> str:
     return _part("style.css")
 
 
-def _script() -> str:
-    return _part("draw.js") + _part("page.js")
+def _script(listed: bool) -> str:
+    return _part("draw.js") + _part("models.js" if listed else "page.js")
 
 
 def _part(name: str) -> str:

@@ -18,6 +18,12 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 // Words and numbers
 
+function write(id, text) {
+  const place = byId(id);
+  if (place.textContent !== text) place.textContent = text; // unchanged text must not be read out again
+}
+const STATES = { adapting: "Adapting", paused: "Paused", off: "Adaptation off", following: "Following", alone: "Leader away" };
+
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 function short(value) {
   if (!known(value)) return "–";

@@ -10,12 +10,19 @@ let retry = 1000;
 let busy = false;
 let order = { key: "drift", up: false };
 
+// Which model this page is of; where a server has one only, it need not be named.
+
+const MODEL = new URLSearchParams(location.search).get("model");
+function address(action) {
+  return "api/" + action + (MODEL === null ? "" : "?model=" + encodeURIComponent(MODEL));
+}
+
 // Listening
 
 function listen() {
   if (stream) stream.close();
   heard = Date.now();
-  stream = new EventSource("api/events");
+  stream = new EventSource(address("events"));
   const take = (event) => {
     try {
       latest = JSON.parse(event.data);
@@ -32,8 +39,16 @@ function listen() {
   stream.onerror = () => {
     setLost(true);
     // The browser tries again by itself, but gives up where a proxy answers with an error.
-    if (stream.readyState === EventSource.CLOSED) later();
+    if (stream.readyState === EventSource.CLOSED) {
+      later();
+      if (MODEL === null) listIfSeveral();
+    }
   };
+}
+// Where models were added since, the server asks which one: its first page lists them.
+async function listIfSeveral() {
+  const response = await fetch("api/status").catch(() => null);
+  if (response && response.status === 409) location.reload();
 }
 let waiting = 0;
 function later() {
@@ -71,7 +86,7 @@ async function ask(action, body, done) {
     const token = sessionStorage.getItem(TOKEN);
     const headers = { "Content-Type": "application/json" };
     if (token) headers.Authorization = "Bearer " + token;
-    const response = await fetch("api/" + action, { method: "POST", headers, body: JSON.stringify(body || {}) });
+    const response = await fetch(address(action), { method: "POST", headers, body: JSON.stringify(body || {}) });
     if (response.status === 401 || response.status === 403) {
       sessionStorage.removeItem(TOKEN);
       busy = false;
@@ -156,29 +171,28 @@ function describeSnapshot(s) {
 function buttons(lost) {
   const off = lost || busy || !latest;
   const state = latest ? latest.state : "";
-  byId("pause").disabled = off || state !== "adapting";
+  const follows = Boolean(latest && latest.leader); // its leader is the one to ask
+  byId("pause").disabled = off || !["adapting", "following", "alone"].includes(state);
   byId("resume").disabled = off || state !== "paused";
-  byId("rollback").disabled = off || !older().length;
+  byId("rollback").disabled = off || follows || !older().length;
   byId("save").disabled = off;
-  byId("reset").disabled = off;
+  byId("reset").disabled = off || follows;
 }
 
 // Showing
 
-function write(id, text) {
-  const place = byId(id);
-  if (place.textContent !== text) place.textContent = text; // unchanged text must not be read out again
-}
-const STATES = { adapting: "Adapting", paused: "Paused", off: "Adaptation off" };
 
 function render() {
   const s = latest;
   byId("stalled").hidden = !s.stalled;
   write("stalled", s.stalled ? `Adapting comes to nothing: ${s.stalled}.` : "");
   if (!s) return;
+  const away = s.leader && s.leader.away;
+  byId("leader").hidden = !away;
+  write("leader", away ? `The leader at ${s.leader.url} is away since ${clock(s.leader.since, true)} (${away}). Version ${s.version} goes on answering; nothing is adapted to.` : "");
   write("name", s.name || "cafe-tta");
   document.title = `${s.name || "cafe-tta"} · ${STATES[s.state] || s.state}`;
-  write("about", `${s.method} · version ${s.version}${s.version === 0 ? " (source model)" : ""} · up ${since(s.now - s.started)}`);
+  write("about", `${s.method} · version ${s.version}${s.version === 0 ? " (source model)" : ""} · up ${since(s.now - s.started)}${fleet(s)}`);
   write("state", STATES[s.state] || String(s.state));
   byId("state").dataset.state = s.state;
   write("clock", `as of ${clock(s.now, true)}`);
@@ -196,6 +210,13 @@ function render() {
   happened(s, events);
 }
 
+// Which other servers this one adapts with.
+function fleet(s) {
+  if (s.leader) return ` · follows ${s.leader.url}`;
+  const count = (s.followers || []).length;
+  return count ? ` · leads ${count} ${count === 1 ? "follower" : "followers"}` : "";
+}
+
 function tiles(s) {
   const drift = (s.drift || {}).overall;
   const source = (s.drift || {}).source;
@@ -205,7 +226,8 @@ function tiles(s) {
   const without = known(source) ? ` · ${figure(source)} without adapting` : "";
   write("drift-more", s.images ? judgement.word + without : "no images yet");
   write("images", short(s.images));
-  write("images-more", s.images ? `${short(s.adapted_images)} taken for adapting` : "no images yet");
+  const taken = s.leader ? `${short(s.leader.sent_images)} sent to the leader` : `${short(s.adapted_images)} taken for adapting`;
+  write("images-more", s.images ? taken : "no images yet");
   const last = (s.series || []).at(-1) || {};
   write("rate", known(last.images_per_second) ? figure(last.images_per_second) : "–");
   unit("latency", known(last.latency_p50_ms) ? figure(last.latency_p50_ms) : "–", known(last.latency_p50_ms) ? " ms" : "");
@@ -336,6 +358,8 @@ function happened(s, events) {
   }));
 }
 
+byId("all-models").hidden = MODEL === null;
+byId("status-link").href = address("status");
 let resized = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(resized);
