@@ -477,6 +477,11 @@ class Adapter(Displayed, nn.Module):
         constant = self._non_persistent_buffers_set
         return {name: b for name, b in self.named_buffers(recurse=False) if name not in constant}
 
+    def check_stats(self, stats: SourceValue) -> None:
+        """Raises where source statistics are not those of the classifier that this adapter was made of."""
+        if difference := describe_difference(stats.meta, self._identity):
+            raise ValueError(f"the source statistics do not belong to this classifier: {difference}")
+
     def _state_meta(self) -> dict[str, Any]:
         config, counters = asdict(self.config), asdict(self.counters)
         return {"method": self.name, "config": config, "classifier": self._identity, "counters": counters}

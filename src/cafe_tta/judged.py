@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cafe_tta import storage
 from cafe_tta.adapter import STATE_KIND, STATE_VERSION, Adapter, copied
-from cafe_tta.classifier import SplitClassifier, describe_difference, evaluating
+from cafe_tta.classifier import SplitClassifier, evaluating
 from cafe_tta.judge import FEWEST, Figures, Judge
 from cafe_tta.source import Reference, SourceStats
 from cafe_tta.unmixing import Unmixer
@@ -67,8 +67,7 @@ class Judged(Adapter):
         own = adapter._source.value
         stats = own if stats is None and isinstance(own, SourceStats) else stats
         if isinstance(stats, SourceStats):
-            if difference := describe_difference(stats.meta, adapter._identity):
-                raise ValueError(f"the source statistics do not belong to this classifier: {difference}")
+            adapter.check_stats(stats)
             stats = Reference(stats)
         self.adapter, self.capacity, self.every = adapter, images, every
         self.judge = Judge(stats, adapter.classifier.num_classes, agree=True)

@@ -52,6 +52,15 @@ def send(service, images, camera="gate", adapt=True, size=8):
     return answers
 
 
+def test_a_method_that_sets_batchnorm_up_in_its_own_way_takes_statistics_too(source, serve):
+    service = serve("tent", stats=True)  # which drops the running statistics of its copy of the classifier
+    send(service, shifted(source, 160))
+    assert sum(service.status()["steps"].values()) > 0, service.status()["events"]
+    other = cafe.split_classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(300, 4)))
+    with pytest.raises(ValueError, match="the source statistics do not belong to this classifier: "):
+        Service(cafe.create("source", other), small(), source.needs["stats"])
+
+
 def test_before_any_step_the_source_model_answers(source, serve):
     service = serve()
     images = source.images[:7]

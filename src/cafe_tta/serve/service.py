@@ -63,7 +63,7 @@ class Service:
         if not isinstance(adapter, Adapter):
             raise TypeError(f"expected an Adapter, but got {type(adapter).__name__}; make one with cafe_tta.create()")
         if source_stats is not None:
-            source_stats.check_belongs_to(adapter.classifier)
+            adapter.check_stats(source_stats)  # not its own classifier, which some methods change when they are made
         self.settings = settings
         self.name = settings.name or "cafe-tta"
         self.method = adapter.name
