@@ -59,6 +59,22 @@ def test_fresh_images_come_first():
     assert not first & set(map(id, buffer.take(30)))
 
 
+def test_a_camera_that_sees_one_class_for_long_keeps_images_of_others():
+    buffer = Buffer(80)  # 60 wait
+    for number in range(400):
+        buffer.add("gate", torch.tensor([float(number)]), label=1 if number < 40 else 2)
+    waiting = Counter(item.label for item in buffer._shares["gate"].waiting)
+    assert waiting.total() == 60 and abs(waiting[1] - waiting[2]) <= 2
+    assert Counter(item.label for item in buffer.take(20)) == {1: 10, 2: 10}
+
+
+def test_images_of_a_step_come_in_no_order():
+    buffer = Buffer(400)
+    fill(buffer, {"a": 100, "b": 100})
+    taken = [item.camera for item in buffer.take(100)]
+    assert taken.count("a") == 50 and taken != sorted(taken) and taken != sorted(taken, reverse=True)
+
+
 def test_ready_counts_what_no_step_has_used():
     buffer = Buffer(400)
     fill(buffer, {"a": 84})

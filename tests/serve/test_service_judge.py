@@ -9,7 +9,7 @@ import cafe_tta as cafe
 from cafe_tta.judge import Figures, Judge
 from cafe_tta.serve import Service, Settings
 from cafe_tta.serve.buffer import Item, panels
-from cafe_tta.serve.cameras import Camera, screen
+from cafe_tta.serve.cameras import Camera, Screened, screen
 from cafe_tta.source import Reference
 
 WAIT = 60.0
@@ -126,10 +126,19 @@ def test_screen_sees_flat_frames_and_equal_images():
     images[2] = torch.tensor([0.1, 0.5, -2.0])[:, None, None]
     images[4] = images[3] + 1e-4
     found = screen(images)
-    assert found.flat == [False, True, True, False, False, False]
-    assert found.fingerprints[3] == found.fingerprints[4]
-    assert len({found.fingerprints[i] for i in (0, 3, 5)}) == 3
-    assert screen(torch.zeros(2, 7)).flat == [True, True]
+    assert [seen.flaw for seen in found] == ["", "flat", "flat", "", "", ""]
+    assert found[3].fingerprint == found[4].fingerprint
+    assert len({found[i].fingerprint for i in (0, 3, 5)}) == 3
+    assert [seen.flaw for seen in screen(torch.zeros(2, 7))] == ["flat", "flat"]
+
+
+def test_screen_sees_values_that_no_image_has():
+    images = weather(5, gain=0.3).clamp(-1, 1)
+    images[1] *= 100
+    images[2, 0, 3, 3] = math.nan
+    images[3, 1, 2, 2] = 2.9  # outside of the range, but by less than its length
+    assert [seen.flaw for seen in screen(images, limits=(-1, 1))] == ["", "outside", "outside", "", ""]
+    assert all(seen.flaw == "" for seen in screen(images[[0, 1, 3, 4]]))  # where the range is unknown
 
 
 BAD = {
@@ -163,15 +172,18 @@ def test_a_degenerate_camera_is_quarantined_and_still_answered(source, serve, ki
     assert camera_of(service, "bad")["quarantined"] is None
 
 
-def test_a_single_class_is_quarantined():
-    camera = Camera("belt")
+def test_a_camera_that_sees_one_class_all_day_is_not_quarantined():
+    camera = Camera("gate")
     for _ in range(128):
         camera.predictions.append((3, 0.99))
-    assert camera.suspicion(None) == "it shows one class only"
-    camera.predictions.extend([(3, 0.5)] * 64)  # not sure of it: perhaps only bad weather
     assert camera.suspicion(None) == ""
-    camera.predictions.extend([(n % 4, 0.99) for n in range(128)])
-    assert camera.suspicion(None) == ""
+
+
+def test_a_camera_whose_values_no_image_has_is_quarantined():
+    camera = Camera("broken")
+    for number in range(32):
+        camera.flaw(Screened("outside" if number % 4 else "", number))
+    assert camera.suspicion(None) == "it sends values that no image has"
 
 
 # Refusing and stepping back

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -174,6 +175,39 @@ def test_newcomers_count_no_more_than_one_camera_in_a_step():
     assert {owner: taken.count(owner) for owner in set(taken)} == {"a": 12, "b": 12, "c": 12, NEWCOMERS: 12}
     validating = [item.owner for item in buffer.validation(48)]
     assert validating.count(NEWCOMERS) == validating.count("a") == 4
+
+
+def test_a_flood_of_newcomers_brings_about_a_step_sooner_and_has_no_more_of_it():
+    buffer = Buffer(4096)
+    for name in ("a", "b", "c"):
+        fill(buffer, name, 16)
+    fill(buffer, NEWCOMERS, 1000)
+    assert buffer.arrived == 750 // 4  # as rarely as one camera of four, however busy the others are
+    assert Counter(item.owner for item in buffer.take(48)) == {"a": 12, "b": 12, "c": 12, NEWCOMERS: 12}
+
+
+def test_many_names_that_stay_are_trusted_a_few_at_a_time(serve):
+    service = serve(step_images=64)
+    while service._cameras.steps < FOUNDING_STEPS:
+        send(service, "gate")
+    began = service._cameras.steps
+    fakes = [f"fake-{number}" for number in range(40)]
+    while service._cameras.steps < began + 3 * TRUST_STEPS:
+        batch = images(40, seed=service._cameras.steps)
+        service.answer(batch, fakes, [True] * 40)
+        send(service, "gate", 24, seed=service._cameras.steps)
+    assert camera_of(service, "gate")["trusted"]
+    assert 1 <= sum(camera["trusted"] for camera in service.status()["cameras"]) - 1 <= 3
+
+
+def test_names_that_send_an_image_or_two_in_the_beginning_are_no_cameras_of_the_beginning(serve):
+    service = serve(step_images=64)
+    service.answer(images(8), [f"fake-{number}" for number in range(8)], [True] * 8)
+    while service._cameras.steps < FOUNDING_STEPS:
+        send(service, "gate")
+    for number in range(8):
+        send(service, f"fake-{number}", 2 * NEWCOMER, seed=number)
+    assert [camera["camera"] for camera in service.status()["cameras"] if camera["trusted"]] == ["gate"]
 
 
 def test_newcomers_alone_bring_about_steps_as_rarely_as_one_camera_of_many():

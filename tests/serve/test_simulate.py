@@ -22,9 +22,9 @@ from cafe_tta.cli.app import app
 from cafe_tta.simulate import client as asking
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
 from cafe_tta.simulate.play import Plan, Record, play
-from cafe_tta.simulate.scenarios import CLEAN, SCENARIOS, make_cameras, shots
 from cafe_tta.simulate.simulation import Silence
 from cafe_tta.simulate.summary import Summary
+from cafe_tta.simulate.weather import CLEAN, WEATHER, make_cameras, shots
 
 from .http_server import Server, digits, make_files
 
@@ -51,12 +51,12 @@ def test_the_seed_decides_everything_that_is_sent():
     assert all_shots(seed=3) != all_shots(seed=4)
 
 
-def test_cameras_have_names_rates_and_scenarios_of_their_own():
+def test_cameras_have_names_rates_and_weather_of_their_own():
     cameras = make_cameras(10, rate=20)
     assert len({camera.name for camera in cameras}) == 10
     assert len({camera.rate for camera in cameras}) == 10
     assert all(10 <= camera.rate <= 30 for camera in cameras)
-    assert {camera.scenario.name for camera in cameras} == set(SCENARIOS)
+    assert {camera.weather.name for camera in cameras} == set(WEATHER)
 
 
 def test_arrivals_are_poisson_at_the_camera_rate():
@@ -69,15 +69,15 @@ def test_arrivals_are_poisson_at_the_camera_rate():
 
 
 def test_fog_comes_and_goes():
-    seen = [SCENARIOS["fog"].at(step / 40)[1] for step in range(40)]
+    seen = [WEATHER["fog"].at(step / 40)[1] for step in range(40)]
     assert max(seen) == 5
     assert seen.count(0) >= 20
     assert all(abs(a - b) <= 1 for a, b in pairwise(seen))  # it thickens, it does not jump
 
 
-@given(st.sampled_from(sorted(SCENARIOS)), st.floats(0, 1e4))
-def test_every_domain_of_a_scenario_is_known_beforehand(name, time):
-    assert SCENARIOS[name].at(time) in SCENARIOS[name].domains()
+@given(st.sampled_from(sorted(WEATHER)), st.floats(0, 1e4))
+def test_every_domain_of_the_weather_is_known_beforehand(name, time):
+    assert WEATHER[name].at(time) in WEATHER[name].domains()
 
 
 @pytest.mark.parametrize(("count", "rate"), [(0, 1.0), (1, 0.0), (1, float("nan"))])

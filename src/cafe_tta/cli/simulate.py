@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,8 @@ from rich.table import Table
 
 from cafe_tta.cli.console import Advance, StopRequest, counted, progress, say, show_table
 from cafe_tta.cli.flags import command
-from cafe_tta.simulate import Simulation, SimulationOptions, Summary
+from cafe_tta.simulate import SCENARIOS, Simulation, SimulationOptions, Summary
+from cafe_tta.simulate.scores import FAR_BELOW, WINDOW, Scores
 from cafe_tta.simulate.summary import Tally
 
 
@@ -24,6 +25,10 @@ def simulate(
     figure: Annotated[
         Path | None, typer.Option(help="Draw the accuracy over time to an image file.", show_default=False)
     ] = None,
+    list_scenarios: Annotated[
+        bool,
+        typer.Option("--list", help="List the scenarios, with a sentence each, and end.", rich_help_panel="Scenarios"),
+    ] = False,
 ) -> None:
     """Simulate cameras that send images to a server: fog comes and goes, nights are noisy, links are poor.
 
@@ -33,7 +38,13 @@ def simulate(
     \b
        cafe-tta serve
        cafe-tta simulate
+
+    With --scenario, six honest cameras are played beside somebody who means harm, and the worst window of 8 rounds is
+    compared with the source model.
     """
+    if list_scenarios:
+        _list()
+        return
     for path in (output, figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: the folder {path.absolute().parent} does not exist")
@@ -42,15 +53,13 @@ def simulate(
     with tempfile.TemporaryDirectory(prefix="cafe-tta-simulate-") as folder, StopRequest() as stop:
         with progress("preparing images", simulation.images_to_prepare) as advance:
             simulation.prepare(Path(folder), advance)
-        say(
-            f"{counted(len(simulation.cameras), 'camera')} with {simulation.rate:.0f} images a second in all, for "
-            f"{simulation.duration:.0f} s, from {simulation.num_images} images of {simulation.imageset.name}, "
-            f"against {simulation.url}"
-        )
+        _announce(simulation)
         with _watched(summary, round(simulation.rate * simulation.duration)) as advance:
             for record in simulation.play(Path(folder), lambda: bool(stop.signal_number)):
                 advance(record.images)
     _show(summary, simulation.seconds)
+    if simulation.scores is not None:
+        _show_scores(simulation.scores, simulation.steps)
     if output is not None:
         output.write_text(json.dumps(simulation.results(), indent=2) + "\n")
     if figure is not None:
@@ -66,6 +75,16 @@ def simulate(
         raise typer.Exit(1)
     if stop.signal_number:
         raise typer.Exit(128 + stop.signal_number)
+
+
+def _announce(simulation: Simulation) -> None:
+    if simulation.scenario is not None:
+        say(f"{simulation.scenario.name}: {simulation.scenario.text}")
+    say(
+        f"{counted(len(simulation.cameras), 'camera')} with {simulation.rate:.0f} images a second in all, for "
+        f"{simulation.duration:.0f} s, from {simulation.num_images} images of {simulation.imageset.name}, "
+        f"against {simulation.url}"
+    )
 
 
 @contextmanager
@@ -103,7 +122,7 @@ def _show(summary: Summary, seconds: float) -> None:
     show_table(over_time)
     by_camera = _table("Accuracy by camera", "camera", "what it sees")
     for camera, tally in zip(summary.cameras, summary.by_camera, strict=True):
-        by_camera.add_row(camera.name, camera.scenario.text, *_cells(tally))
+        by_camera.add_row(camera.name, camera.text, *_cells(tally))
     by_camera.add_section()
     by_camera.add_row("all", "", *_cells(summary.overall), style="bold")
     show_table(by_camera)
@@ -114,6 +133,26 @@ def _show(summary: Summary, seconds: float) -> None:
         f"requests lost: {sum(summary.lost.values())}; sent again because the server was busy: {summary.busy}, "
         f"because the connection broke: {summary.broken}"
     )
+
+
+def _show_scores(scores: Scores, steps: Mapping[str, int]) -> None:
+    print(
+        f"worst window of {WINDOW} rounds: {scores.worst:+.1f} points against the source model; "
+        f"{scores.far_below} of {len(scores.windows)} windows more than {FAR_BELOW:.0f} points below it"
+    )
+    taken = ", ".join(
+        f"{steps.get(kind, 0)} {kind.replace('_', ' ')}" for kind in ("accepted", "refused", "rolled_back")
+    )
+    print(f"the server's steps: {taken}")
+
+
+def _list() -> None:
+    table = Table(title="Scenarios: cafe-tta simulate --scenario NAME", title_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("what happens")
+    for scenario in SCENARIOS.values():
+        table.add_row(scenario.name, scenario.text)
+    show_table(table)
 
 
 def _table(title: str, *names: str) -> Table:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cafe_tta.adapter import StepRefused, copied
 from cafe_tta.judge import PANEL, Figures, Judge, log_ratio
+from cafe_tta.losses import entropy
 from cafe_tta.serve.buffer import Item, panels
 from cafe_tta.serve.settings import Settings
 from cafe_tta.serve.snapshots import SOURCE_VERSION, Replica, Snapshot, Snapshots, all_finite
@@ -41,6 +42,7 @@ class _Validation:
         self.images = torch.stack([item.image for item in items])
         self.panels = panels(items)
         self.anchor: Figures | None = None
+        self.candidate: tuple[Tensor, Tensor] | None = None  # features and logits of the last candidate
         self.new: dict[str, list[Tensor]] = {}  # source features that were computed now, by camera
         unknown = [i for i, item in enumerate(items) if item.source is None]
         if unknown:
@@ -50,7 +52,8 @@ class _Validation:
                 self.new.setdefault(items[i].camera, []).append(features[row].float().cpu())
         known = [item.source for item in items if item.source is not None]
         self.source_features = torch.stack([features for features, _ in known])
-        self.source = judge.measure(self.source_features, torch.stack([logits for _, logits in known]), self.panels)
+        self.source_logits = torch.stack([logits for _, logits in known])
+        self.source = judge.measure(self.source_features, self.source_logits, self.panels)
 
 
 class Adaptation:
@@ -59,7 +62,8 @@ class Adaptation:
     def __init__(self, snapshots: Snapshots, settings: Settings, reference: Reference | None) -> None:
         self.snapshots, self.settings, self.reference = snapshots, settings, reference
         self.adapter = snapshots.adapter
-        self.judge = Judge(reference, self.adapter.classifier.num_classes)
+        # A panel is a camera's few images, perhaps all of one class: either distance alone errs on these.
+        self.judge = Judge(reference, self.adapter.classifier.num_classes, agree=True)
 
     def judge_restored(self, items: list[Item]) -> str:
         """Publishes the newest saved state that is no worse than the source model on these images, if there is one.
@@ -90,21 +94,30 @@ class Adaptation:
         """Takes a step on some images, if one is needed and does no harm."""
         judged = self.settings.judge and bool(validation_items)
         validation = _Validation(validation_items, self.judge, self.snapshots.source) if judged else None
+        gains: dict[str, float] = {}
+        new: dict[str, list[Tensor]] = {}
+        seen = [self.adapter.features_and_logits(torch.stack([item.image for item in items]))]
         if validation is None:
-            features, logits = self.adapter.features_and_logits(torch.stack([item.image for item in items]))
-            ours = self.judge.measure(features, logits, [list(range(len(items)))])
+            ours = self.judge.measure(*seen[0])
         else:
-            features, logits = self.adapter.features_and_logits(validation.images)
-            ours = self.judge.measure(features, logits, validation.panels)
+            seen.append(self.adapter.features_and_logits(validation.images))
+            ours = self.judge.measure(*seen[1], validation.panels)
             if why := self._got_worse(validation, ours):
                 return self._step_back(validation, ours, why)
-        gains = {} if validation is None else self._gains(validation, features)
-        new = {} if validation is None else validation.new
-        if self.reference is not None and self.settings.gate and self.reference.looks_like_source(features):
-            text = f"no step: the images look like the source (drift {self.reference.drift(features):.2f})"
+            gains, new = self._gains(validation, seen[1]), validation.new
+        if self.settings.gate and (drift := self._source_drift(torch.cat([features for features, _ in seen]))):
+            text = f"no step: the images look like the source (drift {drift:.2f})"
             return Outcome("skipped", text, ours.summary(), gains, new)
         kind, text, figures = self._step(items, validation, ours)
+        if kind == "accepted" and validation is not None:
+            gains = self._gains(validation, validation.candidate)
         return Outcome(kind, text, figures, gains, new)
+
+    def _source_drift(self, features: Tensor) -> float | None:
+        """The drift of images that look like the source; None where they do not, or nobody can tell."""
+        if self.reference is None or not self.reference.looks_like_source(features):
+            return None
+        return self.reference.drift(features)
 
     def _step(
         self, items: list[Item], validation: _Validation | None, ours: Figures
@@ -116,6 +129,7 @@ class Adaptation:
         report = self.adapter.report
         assert report is not None
         if not report.stepped:
+            self.snapshots.restore_good()  # what the adapter noted of these images is not published either
             return "refused" if report.refused else "skipped", f"no step: {report.reason}", ours.summary()
         figures = ours
         if validation is not None:
@@ -136,7 +150,8 @@ class Adaptation:
         """The candidate's figures on the validation images, and why it may not be published."""
         if not all_finite(self.adapter.state()):
             return ours, "its weights are NaN or infinite"
-        figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
+        validation.candidate = self.adapter.features_and_logits(validation.images)
+        figures = self.judge.measure(*validation.candidate, validation.panels)
         others = (
             ("the published snapshot", lambda: ours),
             ("the source model", lambda: validation.source),
@@ -165,12 +180,13 @@ class Adaptation:
         self.snapshots.history.forget(bad)
         for earlier in self._earlier(bad):
             self.adapter.set_state(copied(earlier.tensors))
-            figures = self.judge.measure(*self.adapter.features_and_logits(validation.images), validation.panels)
+            passed = self.adapter.features_and_logits(validation.images)
+            figures = self.judge.measure(*passed, validation.panels)
             harmless = not self.judge.worse(figures, validation.source, "the source model")
             if harmless and self.judge.better(figures, ours):
                 self.snapshots.publish(earlier.version, earlier.alignment, earlier.contributions)
                 text = f"rolled back from version {bad} to {earlier.version}: {why}"
-                return Outcome("rolled_back", text, figures.summary(), {}, validation.new)
+                return Outcome("rolled_back", text, figures.summary(), self._gains(validation, passed), validation.new)
         self.snapshots.back_to_source()
         text = f"rolled back from version {bad} to the source model: {why}"
         return Outcome("rolled_back", text, validation.source.summary(), {}, validation.new)
@@ -182,18 +198,27 @@ class Adaptation:
         newest = [snapshot for snapshot in history.before(version) if snapshot is not best]
         return ([] if best is None or best.version == version else [best]) + newest[:LOOK_BACK]
 
-    def _gains(self, validation: _Validation, features: Tensor) -> dict[str, float]:
-        """For each camera with enough images: log(alignment of the published model / that of the source model)."""
-        if self.reference is None or self.snapshots.published.version == SOURCE_VERSION:
+    def _gains(self, validation: _Validation, passed: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+        """For each camera with enough images, how much better the published model is than the source model.
+
+        log(Fréchet distance · entropy), less that of the source model: below 0 where the features are nearer to the
+        source's and the answers surer. The distance alone prefers the model that tells few classes apart badly, the
+        entropy alone one that is sure of garbage.
+        """
+        if self.reference is None or passed is None or self.snapshots.published.version == SOURCE_VERSION:
             return {}
+        features, logits = passed
         rows: dict[str, list[int]] = {}
         for i, item in enumerate(validation.items):
             rows.setdefault(item.camera, []).append(i)
         gains = {}
-        for camera, indices in rows.items():
-            if len(indices) >= PANEL:
-                ours = self.reference.alignment(features[indices])
-                gain = log_ratio([ours], [self.reference.alignment(validation.source_features[indices])])
-                if abs(gain) > SAME_FEATURES:
-                    gains[camera] = gain
+        for camera, chosen in rows.items():
+            if len(chosen) < PANEL:
+                continue
+            ours = self.reference.frechet(features[chosen]), float(entropy(logits[chosen]).mean())
+            source = validation.source_features[chosen], validation.source_logits[chosen]
+            theirs = self.reference.frechet(source[0]), float(entropy(source[1]).mean())
+            nearer, surer = (log_ratio([a], [b]) for a, b in zip(ours, theirs, strict=True))
+            if abs(nearer) > SAME_FEATURES:
+                gains[camera] = nearer + surer
         return gains

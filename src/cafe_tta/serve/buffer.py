@@ -1,8 +1,8 @@
-"""Images that wait for an adaptation step, balanced over cameras: none can crowd out the others."""
+"""Images that wait for an adaptation step, balanced over cameras and classes: none can crowd out the others."""
 
 import random
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class Item:
     image: Tensor
     number: int  # in the order of arrival
     request: str = "-"  # id of the request that brought it
+    label: int = 0  # the predicted class
     uses: int = 0
     source: tuple[Tensor, Tensor] | None = None  # the source model's features and logits, once they were needed
 
@@ -46,9 +47,10 @@ class _Share:
 class Buffer:
     """At most `capacity` images in at most `max_shares` shares. Not thread-safe: the service holds its lock.
 
-    A camera whose share is full replaces an image of its own, drawn at random, so that the waiting images are spread
-    over the time since the last step rather than being the last burst. One image in four is a validation image, which
-    the model is never adapted to.
+    A camera whose share is full replaces an image of its own, drawn at random from the class that it has most of, so
+    that the waiting images are spread over classes and time rather than being the last burst: a camera that sees one
+    class for hours keeps images of those that it saw before. One image in four is a validation image, which the model
+    is never adapted to.
 
     The share of the newcomers counts no more than that of one camera: in a step, among the validation images, and for
     when the next step is due. Cameras that are nearly silent do not keep it waiting for ever.
@@ -88,7 +90,7 @@ class Buffer:
     def sizes(self) -> dict[str, int]:
         return {owner: len(share) for owner, share in self._shares.items()}
 
-    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-") -> None:
+    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-", label: int = 0) -> None:
         """Adds a copy of an image: a view would keep its whole batch in memory."""
         owner = camera if owner is None else owner
         share = self._shares.get(owner)
@@ -102,13 +104,13 @@ class Buffer:
         validates = share.seen % VALIDATION_EVERY == 0
         self._note_arrival(owner, share, validates)
         part = share.validation if validates else share.waiting
-        item = Item(camera, owner, image.detach().clone(), self._number, request)
+        item = Item(camera, owner, image.detach().clone(), self._number, request, label)
         limit = self._limit(validates)
         while len(part) > limit:  # more cameras have come since
-            part.pop(self._random.randrange(len(part)))
+            part.pop(self._superfluous(part))
             self._size -= 1
         if len(part) == limit:
-            part[self._random.randrange(len(part))] = item
+            part[self._superfluous(part)] = item
             return
         if self._size >= self.capacity:
             self._make_room()
@@ -124,8 +126,12 @@ class Buffer:
             self._most_arrived = max(self._most_arrived, share.arrived)
 
     def take(self, count: int) -> list[Item]:
-        """Draws images for a step, the same number from each camera as far as they have them, unused ones first."""
-        chosen = self._draw(count, lambda share: share.waiting, fresh_first=True)
+        """Draws images for a step, in any order: as equal a share of each camera, and of its classes, as there are.
+
+        Of a class, unused images come first.
+        """
+        chosen = self._draw(count, lambda share: share.waiting)
+        self._random.shuffle(chosen)  # methods may look at what comes one after the other
         for item in chosen:
             item.uses += 1
         for share in self._shares.values():
@@ -189,12 +195,8 @@ class Buffer:
         limit = equal if self.per_camera is None else min(equal, self.per_camera)
         return max(1, limit // VALIDATION_EVERY if validates else limit - limit // VALIDATION_EVERY)
 
-    def _draw(self, count: int, part: Callable[[_Share], list[Item]], fresh_first: bool = False) -> list[Item]:
-        by_owner = {owner: list(part(share)) for owner, share in self._shares.items() if part(share)}
-        for items in by_owner.values():
-            self._random.shuffle(items)
-            if fresh_first:
-                items.sort(key=lambda item: item.uses)
+    def _draw(self, count: int, part: Callable[[_Share], list[Item]]) -> list[Item]:
+        by_owner = {owner: self._by_class(part(share)) for owner, share in self._shares.items() if part(share)}
         if NEWCOMERS in by_owner:
             own = [len(items) for owner, items in by_owner.items() if owner != NEWCOMERS]
             del by_owner[NEWCOMERS][_most_of_newcomers(count, own, len(by_owner[NEWCOMERS])) :]
@@ -207,10 +209,25 @@ class Buffer:
             chosen += pool[:fair]
         return chosen[:count]
 
+    def _by_class(self, items: list[Item]) -> list[Item]:
+        """The items in turns of one of each class, those that were used least first, otherwise in any order."""
+        mixed = sorted(self._random.sample(items, len(items)), key=lambda item: item.uses)
+        seen: Counter[int] = Counter()
+        turns = []
+        for item in mixed:
+            turns.append(seen[item.label])
+            seen[item.label] += 1
+        return [mixed[i] for i in sorted(range(len(mixed)), key=turns.__getitem__)]
+
+    def _superfluous(self, items: list[Item]) -> int:
+        """Index of an item of the class that has most of them."""
+        most = Counter(item.label for item in items).most_common(1)[0][0]
+        return self._random.choice([i for i, item in enumerate(items) if item.label == most])
+
     def _make_room(self) -> None:
         largest = max(self._shares.values(), key=len)
         part = max(largest.waiting, largest.validation, key=len)
-        part.pop(self._random.randrange(len(part)))
+        part.pop(self._superfluous(part))
         self._size -= 1
 
 

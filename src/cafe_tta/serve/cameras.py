@@ -19,20 +19,27 @@ from cafe_tta.source import Reference
 from cafe_tta.source.reference import MIN_IMAGES
 
 NEWCOMER = 16  # images: cameras that have sent fewer have one share of the buffer in common
-FOUNDING_STEPS = 2  # cameras that come before these are there from the beginning
-TRUST_STEPS = 8  # that others must have sent images before: whoever takes new names all the time never gets there
+# Cameras that send as many images before the second step, and among the first images of all, are of the beginning.
+FOUNDING_STEPS, FOUNDING_IMAGES = 2, 1024
+TRUST_STEPS = 8  # that others must have sent images before; and in as many steps no more of them are trusted than
+TRUST_PART = 4  # this part of those that are trusted already, or one: whoever takes many names gains little
 RECENT = 64  # images of a camera whose features are remembered
 PREDICTIONS = 128  # images of a camera whose predictions are remembered
 POOL = 256  # images that the drift of the whole stream is computed from
 FEATURE_BYTES = 128 * 2**20  # that the features of all cameras may take
 LONGEST_NAME = 256
-ONE_CLASS, SURE = 0.97, 0.95  # share of one class, and mean confidence, of a camera that shows a single thing
 SAME = 0.01  # dispersion of the features of a camera that repeats one image
-CLEAR_GAIN = math.log(1.25)  # a camera's alignment must fall by this factor, or the source model goes on answering it
+CLEAR_GAIN = math.log(1.25)  # a camera's gain must reach this, or the source model goes on answering it
+LIKE_SOURCE = 1.25  # drift of a camera up to which the gate may keep it out
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
 FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
 SIDE = 8  # pixels of the thumbnail that says whether two images are the same
 LEVELS = 4.0  # levels of the thumbnail's values per standard deviation of the image
+FLAWS = {
+    "flat": "flat frames",
+    "outside": "values that no image has",
+    "repeated": "the same images again and again",
+}
 
 
 @dataclass(eq=False)
@@ -45,24 +52,25 @@ class Camera:
     last_seen: float = 0.0
     founder: bool = False  # was here from the beginning, or trusted in an earlier run
     steps: int = 0  # before which it sent images
+    earned: bool = False  # its trust, by staying
     verified: bool = False  # by a token, with its last request
     features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))  # (D,) each
     source_features: deque[Tensor] = field(default_factory=lambda: deque(maxlen=RECENT))
     predictions: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PREDICTIONS))
     fingerprints: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
     clusters: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))  # of its images; -1: in none
-    flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # "", "flat" or "repeated"
+    flaws: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))  # of its images: see `FLAWS`
     changed: bool = False  # since it was assessed
     fresh: bool = False  # has sent images since the last step
     drift: float | None = None
     looks_like_source: bool = False  # to the source model
-    gain: float | None = None  # log of the published model's alignment over the source's: below 0 is better
+    gain: float | None = None  # of the published model over the source model: below 0 is better (`Adaptation._gains`)
     quarantined: str = ""  # why the model is not adapted to it
 
     @property
     def settled(self) -> bool:
         """Whether it has been here long enough to have a share of its own, where cameras have no tokens."""
-        return self.images > NEWCOMER and (self.founder or self.steps >= TRUST_STEPS)
+        return self.images > NEWCOMER and (self.founder or self.earned)
 
     @property
     def wants_source(self) -> bool:
@@ -84,25 +92,22 @@ class Camera:
             self.source_features.append(features)
         self.changed = self.fresh = True
 
-    def flaw(self, flat: bool, fingerprint: int) -> str:
-        """What is wrong with an image of this camera: `flat`, `repeated` or empty."""
-        flaw = "flat" if flat else "repeated" if fingerprint in self.fingerprints else ""
+    def flaw(self, seen: "Screened") -> str:
+        """What is wrong with an image of this camera, a key of `FLAWS`; or empty."""
+        flaw = seen.flaw or ("repeated" if seen.fingerprint in self.fingerprints else "")
         self.flaws.append(flaw)
         if not flaw:
-            self.fingerprints.append(fingerprint)
+            self.fingerprints.append(seen.fingerprint)
         return flaw
 
     def suspicion(self, reference: Reference | None) -> str:
-        """Why the model should not be adapted to its recent images; empty if it should."""
-        for flaw, text in (("flat", "flat frames"), ("repeated", "the same images again and again")):
+        """Why the model should not be adapted to its recent images; empty if it should.
+
+        Never what they show: a camera may see one class all day.
+        """
+        for flaw, text in FLAWS.items():
             if len(self.flaws) >= MIN_IMAGES and self.flaws.count(flaw) > MOSTLY * len(self.flaws):
                 return f"it sends {text}"
-        if len(self.predictions) >= RECENT:
-            classes = [predicted for predicted, _ in self.predictions]
-            most = max(classes.count(c) for c in set(classes)) / len(classes)
-            confidence = sum(sure for _, sure in self.predictions) / len(self.predictions)
-            if most >= ONE_CLASS and confidence >= SURE:
-                return "it shows one class only"
         if reference is None or len(self.features) < 2 * MIN_IMAGES:
             return ""
         return "its images hardly differ" if reference.dispersion(torch.stack(tuple(self.features))) < SAME else ""
@@ -122,6 +127,8 @@ class Cameras:
         self._rows = max(RECENT, FEATURE_BYTES // (8 * num_features))  # of features and source features alike
         self._cameras: OrderedDict[str, Camera] = OrderedDict()
         self.steps = 0  # that were taken or refused; of earlier runs, those that were accepted
+        self._founding, self._images = True, 0  # whether this is the beginning, and images since the start
+        self._next_trust = 0  # step from which one more new camera may be trusted
         self._founders: frozenset[str] = frozenset()  # of an earlier run
         self.crowd = Camera(NEWCOMERS)  # all that are not trusted, as one camera
         self.divergences: Tensor | None = None  # (K,): of each feature group of recent images, as they were answered
@@ -143,11 +150,19 @@ class Cameras:
         if camera is None:
             if len(self._cameras) >= self._settings.max_cameras:
                 self._make_room()
-            founding = self.steps < FOUNDING_STEPS
-            camera = self._cameras[name] = Camera(name, founder=founding or name in self._founders)
+            camera = self._cameras[name] = Camera(name, founder=self._founding or name in self._founders)
+        self._images += 1
+        self._end_founding(self._images >= FOUNDING_IMAGES)
         self._cameras.move_to_end(name)
         camera.last_seen = time.time()
         return camera
+
+    def _end_founding(self, over: bool) -> None:
+        """Ends the beginning, once. A name that sent an image or two by then is no camera of the beginning."""
+        if over and self._founding:
+            self._founding = False
+            for camera in self:
+                camera.founder &= camera.images >= NEWCOMER or camera.name in self._founders
 
     def _make_room(self) -> None:
         """Forgets the camera that was silent longest, a trusted one only where there is no other."""
@@ -167,6 +182,7 @@ class Cameras:
         self._founders = frozenset(names)
         if self._founders:  # else there is nobody whose trust the beginning could endanger
             self.steps = steps
+            self._founding = steps < FOUNDING_STEPS
 
     def count_step(self) -> None:
         """Notes which cameras have sent images before a step."""
@@ -174,10 +190,21 @@ class Cameras:
         for camera in self:
             camera.steps += camera.fresh
             camera.fresh = False
+        self._end_founding(self.steps >= FOUNDING_STEPS)
+        self._trust_some()
+
+    def _trust_some(self) -> None:
+        """Trusts those that have stayed for longest, if it is time: a quarter as many as are trusted, or one."""
+        waiting = [c for c in self if not c.settled and c.images > NEWCOMER and c.steps >= TRUST_STEPS]
+        if waiting and self.steps >= self._next_trust:
+            most = max(1, sum(camera.settled for camera in self) // TRUST_PART)
+            for camera in sorted(waiting, key=lambda camera: (-camera.steps, -camera.images))[:most]:
+                camera.earned = True
+            self._next_trust = self.steps + TRUST_STEPS
 
     def forget(self) -> None:
         """Forgets what was seen, but not which cameras there are."""
-        kept = ("name", "images", "adapted", "last_seen", "founder", "steps", "verified")
+        kept = ("name", "images", "adapted", "last_seen", "founder", "steps", "earned", "verified")
         for name, camera in self._cameras.items():
             self._cameras[name] = Camera(**{part: getattr(camera, part) for part in kept})
         self.crowd = Camera(NEWCOMERS)
@@ -202,7 +229,7 @@ class Cameras:
                 parts.append([torch.stack(tuple(k)) if len(k) >= MIN_IMAGES else None for k in kept])
         for camera, (ours, source) in zip(changed, parts, strict=True):
             drift = self._drift(ours)
-            like = None if self._reference is None or source is None else self._reference.looks_like_source(source)
+            like = self._looks_like_source(source)
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
                 camera.looks_like_source = camera.looks_like_source if like is None else like
@@ -238,6 +265,16 @@ class Cameras:
             self.divergences = divergences
         return turned
 
+    def _looks_like_source(self, features: Tensor | None) -> bool | None:
+        """Whether a camera's images look like the source; None where nobody can tell.
+
+        Its mean must not have moved either: few shifted images among many clean ones pass the test of a batch.
+        """
+        if self._reference is None or features is None:
+            return None
+        like, drift = self._reference.looks_like_source(features), self._reference.drift(features)
+        return like and (drift is None or drift <= LIKE_SOURCE)
+
     def _drift(self, features: Tensor | None) -> float | None:
         return None if self._reference is None or features is None else self._reference.drift(features)
 
@@ -260,14 +297,17 @@ def _pooled(parts: list[Tensor]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Screened:
-    """For each image: whether it is flat, and a number that equal images share."""
+    """What the pixels of an image tell: a flaw, or none, and a number that equal images share."""
 
-    flat: list[bool]
-    fingerprints: list[int]
+    flaw: str
+    fingerprint: int
 
 
-def screen(images: Tensor) -> Screened:
-    """Finds flat frames and repeated images in a batch, (B, C, H, W) or any other shape, from the pixels alone."""
+def screen(images: Tensor, limits: tuple[float, float] | None = None) -> list[Screened]:
+    """Looks at each image of a batch, (B, C, H, W) or any other shape, by its pixels alone.
+
+    `limits` is the range of ordinary values: what leaves it by more than its length was no image.
+    """
     with torch.no_grad():
         batch = images.detach().float()
         values = batch.flatten(2) if batch.dim() > 2 else batch[:, None, :]  # (B, C, pixels)
@@ -277,7 +317,17 @@ def screen(images: Tensor) -> Screened:
         small = torch.nn.functional.adaptive_avg_pool2d(batch, SIDE).flatten(1) if batch.dim() == 4 else whole
         levels = ((small - mean[:, None]) / std[:, None] * LEVELS).round().clamp(-127, 127).to(torch.int8)
         rows = levels.cpu().numpy()
-    return Screened(flat.tolist(), [hash(row.tobytes()) for row in rows])
+        outside = _outside(whole, limits)
+    flaws = ["flat" if f else "outside" if o else "" for f, o in zip(flat.tolist(), outside, strict=True)]
+    return [Screened(flaw, hash(row.tobytes())) for flaw, row in zip(flaws, rows, strict=True)]
+
+
+def _outside(values: Tensor, limits: tuple[float, float] | None) -> list[bool]:
+    if limits is None:
+        return [False] * len(values)
+    low, high = limits
+    beyond: list[bool] = (~((values >= 2 * low - high) & (values <= 2 * high - low)).all(1)).tolist()  # NaN too
+    return beyond
 
 
 def check_name(name: object) -> None:

@@ -45,7 +45,7 @@ class Outbox(Buffer):
     def count(self) -> int:
         return self._count
 
-    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-", **_: Any) -> None:
+    def add(self, camera: str, image: Tensor, owner: str | None = None, request: str = "-", label: int = 0) -> None:
         """Keeps an image for the leader."""
         waiting = self._outgoing.setdefault(camera, deque())
         waiting.append(Outgoing(camera, image.detach().float().cpu().clone(), self._verified(camera), request))

@@ -74,6 +74,7 @@ class Service:
         # It looks at the images of clients; the adapter sees them later, in other batches, and need not look again.
         self._image_check = adapter.image_check if source_stats is None else ImageCheck(source_stats.images)
         adapter.image_check = ImageCheck(ImageRecord())
+        self._limits = None if source_stats is None else source_stats.images.limits
         self._lock = threading.RLock()  # guards everything except the adaptation; held only briefly
         self._wake = threading.Condition(self._lock)
         self._stepping = threading.Lock()  # guards the adaptation, for a whole step; taken before `_lock`, never after
@@ -124,7 +125,7 @@ class Service:
         of_source = [name in wanting and published.version != SOURCE_VERSION for name in cameras]
         passed = _forward(images, of_source, published.front, self._snapshots.source)
         probabilities, labels = passed.logits.softmax(1).max(1)
-        screened = screen(images) if self.settings.judge and self._adapting else None
+        screened = screen(images, self._limits) if self.settings.judge and self._adapting else None
         predictions = zip(labels.tolist(), probabilities.tolist(), strict=True)
         rows = list(zip(passed.features.unbind(), predictions, passed.clusters, strict=True))
         drift: list[float | None] = []
@@ -141,10 +142,10 @@ class Service:
                 trusted = self._cameras.trusts(camera)
                 if not trusted:
                     self._cameras.crowd.saw(*seen)
-                flaw = "" if screened is None else camera.flaw(screened.flat[i], screened.fingerprints[i])
+                flaw = "" if screened is None else camera.flaw(screened[i])
                 takes = adapt[i] and not flaw and self._wanted(camera, trusted)
                 if takes:
-                    self._buffer.add(name, images[i], None if trusted else NEWCOMERS, requests[i])
+                    self._buffer.add(name, images[i], None if trusted else NEWCOMERS, requests[i], prediction[0])
                     camera.adapted += 1
                     self._adapted_images += 1
                 taken.append(takes)
@@ -479,7 +480,7 @@ class Service:
         for camera in self._cameras:
             if outcome.kind == "rolled_back":
                 camera.gain = None
-            camera.learn_gain(outcome.gains.get(camera.name))
+            camera.learn_gain(0.0 if camera.looks_like_source else outcome.gains.get(camera.name))
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 

@@ -4,8 +4,9 @@ Knows the server by HTTP alone.
 """
 
 from cafe_tta.simulate.client import Client
-from cafe_tta.simulate.scenarios import SCENARIOS, make_cameras
+from cafe_tta.simulate.scenarios import SCENARIOS
 from cafe_tta.simulate.simulation import Simulation, SimulationOptions
 from cafe_tta.simulate.summary import Summary
+from cafe_tta.simulate.weather import make_cameras
 
 __all__ = ["SCENARIOS", "Client", "Simulation", "SimulationOptions", "Summary", "make_cameras"]

@@ -96,9 +96,12 @@ class Client:
             raise RuntimeError(f"{self.url}{path} answered {response.status}: {_reason(body)}")
         return body
 
-    def classify(self, model: str, images: np.ndarray, camera: str) -> Answer:
-        """Classes of uint8 images (n, H, W, 3). Retries while the server is busy or away; raises `RequestLost`."""
-        header, body = request(images, camera)
+    def classify(self, model: str, images: np.ndarray, camera: str, adapt: bool = True) -> Answer:
+        """Classes of images, as `request` takes them. Retries while the server is busy or away; raises `RequestLost`.
+
+        Without `adapt` the server learns nothing from them.
+        """
+        header, body = request(images, camera, adapt)
         headers = {
             **self._headers,
             "Content-Type": "application/octet-stream",
@@ -134,17 +137,22 @@ class Client:
                 raise Stopped
 
 
-def request(images: np.ndarray, camera: str) -> tuple[int, bytes]:
-    """The body of an inference request, and how many bytes of it are its JSON header."""
-    pixels = np.ascontiguousarray(images, dtype=np.uint8).tobytes()
+def request(images: np.ndarray, camera: str, adapt: bool = True) -> tuple[int, bytes]:
+    """The body of an inference request, and how many bytes of it are its JSON header.
+
+    Images are uint8 (n, H, W, 3), or float32 (n, 3, H, W) as the network receives them.
+    """
+    plain = images.dtype == np.float32
+    pixels = np.ascontiguousarray(images, dtype="<f4" if plain else np.uint8).tobytes()
     tensor = {
         "name": "images",
-        "datatype": "UINT8",
+        "datatype": "FP32" if plain else "UINT8",
         "shape": list(images.shape),
         "parameters": {"binary_data_size": len(pixels)},
     }
     asked = {"name": "label", "parameters": {"binary_data": True}}
-    header = json.dumps({"parameters": {"camera": camera}, "inputs": [tensor], "outputs": [asked]}).encode()
+    parameters = {"camera": camera} | ({} if adapt else {"adapt": False})
+    header = json.dumps({"parameters": parameters, "inputs": [tensor], "outputs": [asked]}).encode()
     return len(header), header + pixels
 
 

@@ -13,7 +13,7 @@ def draw(summary: Summary, path: Path) -> None:
 
     panels = [("all cameras", summary.blocks)]
     for number, camera in enumerate(summary.cameras):
-        panels.append((f"{camera.name}: {camera.scenario.text}", [row[number] for row in summary.by_block_and_camera]))
+        panels.append((f"{camera.name}: {camera.text}", [row[number] for row in summary.by_block_and_camera]))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.3 * rows + 0.4), layout="constrained")

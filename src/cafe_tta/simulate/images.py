@@ -13,7 +13,7 @@ import torch
 
 from cafe_tta import corruptions
 from cafe_tta.data import ImageSet
-from cafe_tta.simulate.scenarios import CLEAN, Domain
+from cafe_tta.simulate.weather import CLEAN, Domain
 
 MEMORY = 400_000_000  # bytes of images at most; a smaller pool is drawn from large image sets
 BATCH = 256
@@ -33,6 +33,12 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and 3, of one image."""
+        height, width, channels = next(iter(self._images.values())).shape[1:]
+        return height, width, channels
 
     def take(self, domain: Domain, indices: np.ndarray) -> np.ndarray:
         return self._images[domain][indices]

@@ -13,7 +13,7 @@ from typing import Any
 
 from cafe_tta.simulate.client import Client, RequestLost, Stopped
 from cafe_tta.simulate.images import Images
-from cafe_tta.simulate.scenarios import Camera, shots
+from cafe_tta.simulate.weather import Camera, shots
 
 START_WITHIN = 300.0  # seconds that processes have to load; a busy machine is slow
 
@@ -27,7 +27,7 @@ class Plan:
     token: str | None
     images: Path  # folder of the prepared images
     duration: float  # seconds
-    period: float  # seconds of one round of a scenario
+    period: float  # seconds of one round of its weather
     images_per_request: int
     keeps_time: bool = True  # sends at its own times; else every camera sends as fast as it is answered
 

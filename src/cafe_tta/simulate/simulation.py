@@ -1,7 +1,8 @@
 """A simulation: its options, its preparation, and the records of its requests."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ import torch
 
 from cafe_tta import data
 from cafe_tta.models import Model, ModelOptions, load_classifier
-from cafe_tta.options import Options, option
+from cafe_tta.options import Options, did_you_mean, option
 from cafe_tta.simulate import images
-from cafe_tta.simulate.client import LOST_AFTER, Client
+from cafe_tta.simulate.client import LOST_AFTER, Away, Client
 from cafe_tta.simulate.play import Plan, Record, play
-from cafe_tta.simulate.scenarios import make_cameras
+from cafe_tta.simulate.rounds import play_rounds
+from cafe_tta.simulate.scenarios import EACH, ROUNDS, SCENARIOS, HonestCamera, domains, honest_cameras
+from cafe_tta.simulate.scores import Scores
 from cafe_tta.simulate.summary import Summary
+from cafe_tta.simulate.weather import Camera, make_cameras
 
 HOPELESS = 20  # requests lost before any was answered
 DURATION = 120.0  # seconds
 QUIET = 5.0  # seconds without an answer that are remarked on, where answers should come every half second
-_SERVER, _CAMERAS, _IMAGES = "The server", "The cameras", "The images"
+_SERVER, _SCENARIO, _CAMERAS, _IMAGES = "The server", "Scenarios", "The cameras", "The images"
 _MODEL = "The source model, to compare with"
 
 
@@ -39,8 +43,19 @@ class SimulationOptions(Options):
     )
     wait: float = option(60.0, "Seconds to wait until the server is ready.", panel=_SERVER, least=0)
 
+    scenario: str | None = option(
+        None,
+        "Play a scenario instead: six honest cameras, in steady weather, and in most of them somebody who means harm. "
+        "--list explains them.",
+        panel=_SCENARIO,
+        metavar="NAME",
+    )
+    rounds: int = option(
+        ROUNDS, f"Length of a scenario: each honest camera sends {EACH} images a round.", panel=_SCENARIO, least=1
+    )
+
     cameras: int = option(
-        6, "Number of cameras; each has a scenario of weather, light or link quality.", panel=_CAMERAS, least=1
+        6, "Number of cameras; each has weather, light or a link of its own.", panel=_CAMERAS, least=1
     )
     rate: float = option(
         20.0,
@@ -81,8 +96,19 @@ class SimulationOptions(Options):
         super().__post_init__()
         if self.duration is not None and self.images is not None:
             raise ValueError("expected `duration` or `images`, but got both")
+        if self.scenario is not None:
+            self._check_scenario(self.scenario)
         if self.weights is not None and self.model is None:
             raise ValueError("expected `model`, the name of an architecture, with `weights`")
+
+    def _check_scenario(self, name: str) -> None:
+        if name not in SCENARIOS:
+            raise ValueError(
+                f"no scenario {name!r}{did_you_mean(name, SCENARIOS)}; cafe-tta simulate --list explains them all"
+            )
+        for other in ("duration", "images", "period"):
+            if getattr(self, other) is not None:
+                raise ValueError(f"expected `rounds` with `scenario`, but got `{other}`")
 
 
 class Simulation:
@@ -91,9 +117,18 @@ class Simulation:
     def __init__(self, options: SimulationOptions, say: Callable[[str], None] = lambda _: None) -> None:
         """Waits for the server, loads the source model, and checks that both know the same classes."""
         self.options, self._say = options, say
-        self.cameras = make_cameras(options.cameras, options.rate, options.seed)
+        self.scenario = None if options.scenario is None else SCENARIOS[options.scenario]
+        self.cameras: Sequence[Camera | HonestCamera] = (
+            make_cameras(options.cameras, options.rate, options.seed)
+            if self.scenario is None
+            else honest_cameras(rate=options.rate)
+        )
         self.rate = sum(camera.rate for camera in self.cameras)  # of all cameras together
         self.duration = options.duration or (options.images / self.rate if options.images else DURATION)
+        if self.scenario is not None:
+            self.duration = options.rounds * EACH / options.rate
+        self.scores = None if self.scenario is None else Scores(options.rounds, len(self.cameras))
+        self.steps: Counter[str] = Counter()  # that the server took meanwhile, by what became of them
         self.summary = Summary(self.cameras, self.duration, options.blocks)
         self.seconds = 0.0  # that it took
         client = Client(options.url, options.token)
@@ -103,7 +138,8 @@ class Simulation:
         _check_classes(client, self._served, self._model)
         client.close()
         self.imageset, self._labels = _labelled(options, self._model)
-        self._domains = sorted({domain for camera in self.cameras for domain in camera.scenario.domains()})
+        own = {domain for camera in self.cameras if isinstance(camera, Camera) for domain in camera.weather.domains()}
+        self._domains = sorted(own) if self.scenario is None else domains()
         self.num_images = 0  # in each domain, once they are prepared
 
     @property
@@ -150,12 +186,35 @@ class Simulation:
             silence.look()
             return stopped() or self._hopeless()
 
-        for record in play(plan, self.cameras, options.processes, ended, begun):
+        records = self._records(plan, ended, begun)
+        for record in records:
             if not record.lost:
                 silence.broken()
             self.summary.add(record)
             yield record
         self.seconds = time.monotonic() - start
+
+    def _records(self, plan: Plan, ended: Callable[[], bool], begun: Callable[[], None]) -> Iterator[Record]:
+        if self.scenario is None or self.scores is None:
+            cameras = [camera for camera in self.cameras if isinstance(camera, Camera)]
+            yield from play(plan, cameras, self.options.processes, ended, begun)
+            return
+        before = self._server_steps()
+        begun()
+        for number, record in play_rounds(plan, self.scenario, self.options.rounds, self.options.seed, ended):
+            if not record.lost:
+                self.scores.add(number, record.camera, record.images, record.source, record.served)
+            yield record
+        self.steps = self._server_steps() - before
+
+    def _server_steps(self) -> Counter[str]:
+        client = Client(self.options.url, self.options.token)
+        try:
+            return Counter(client.get("/api/status")["steps"])
+        except Away:  # it went down; what was answered before counts all the same
+            return Counter()
+        finally:
+            client.close()
 
     @property
     def period(self) -> float:
@@ -177,7 +236,11 @@ class Simulation:
             "processes": options.processes,
             "fast": options.fast,
         }
-        return {"settings": settings, **self.summary.numbers(self.seconds)}
+        found = {"settings": settings, **self.summary.numbers(self.seconds)}
+        if self.scores is not None:
+            settings |= {"scenario": options.scenario, "rounds": options.rounds}
+            found["scenario"] = {**self.scores.numbers(), "steps": dict(self.steps)}
+        return found
 
     def _classify(self, pixels: Any) -> torch.Tensor:
         with torch.no_grad():

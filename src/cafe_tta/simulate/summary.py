@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cafe_tta.simulate.play import Record
-from cafe_tta.simulate.scenarios import Camera
+from cafe_tta.simulate.scenarios import HonestCamera
+from cafe_tta.simulate.weather import Camera
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Tally:
 class Summary:
     """Tallies of all records: overall, by camera, and by block of time."""
 
-    def __init__(self, cameras: Sequence[Camera], duration: float, blocks: int) -> None:
+    def __init__(self, cameras: Sequence[Camera | HonestCamera], duration: float, blocks: int) -> None:
         self.cameras, self.duration = list(cameras), duration
         self.overall = Tally()
         self.by_camera = [Tally() for _ in cameras]
@@ -96,7 +97,7 @@ class Summary:
     def numbers(self, wall_seconds: float) -> dict[str, Any]:
         """All of it, for a JSON file."""
         cameras = [
-            {"camera": c.name, "story": c.scenario.text, "rate": c.rate, **tally.numbers()}
+            {"camera": c.name, "story": c.text, "rate": c.rate, **tally.numbers()}
             for c, tally in zip(self.cameras, self.by_camera, strict=True)
         ]
         blocks = [
