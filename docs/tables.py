@@ -10,7 +10,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -621,29 +621,26 @@ def rates_table() -> str:
 
 
 def tuned_table() -> str:
-    """Every method at its published learning rate, and at the one that the search found."""
-    source, found = column(*RIVALS, TUNED), accuracies(column(SEARCHED).records)
-    published, rates, tuned, change = {}, {}, {}, {}
-    lines = {}
+    """Every method at its published learning rate, and at the one that the search found, with the same seeds."""
+    both, found = column(*RIVALS, TUNED), accuracies(column(SEARCHED).records)
+    seeds = column(TUNED).seeds
+    source = replace(both, records=tuple(record for record in both.records if record.seed in seeds))
     means, _ = estimates(source, rows(source.records), accuracy)
+    fields: dict[str, dict[str, str]] = {
+        head: {} for head in ("accuracy %", "rate found", "accuracy % with it", "change, points")
+    }
+    lines = {}
     for row in rows(source.records):
-        if row.label not in found or len(found[row.label]) < 2:
+        if len(found.get(row.label, ())) < 2:
             continue
         own = source.of(row.label)[0].config["lr"]
         best = best_rate(found[row.label], own)
         label = row.label if best == own else labelled(row.label, f"lr={best:g}")
         lines[row.label] = (row.label, f"{own:g}")
-        published[row.label] = means[row.label].text()
-        rates[row.label] = f"{best:g}"
-        tuned[row.label] = means[label].text()
-        change[row.label] = difference(source, label, row.label)
-    fields = [
-        Field("accuracy %", published),
-        Field("rate found", rates),
-        Field("accuracy % with it", tuned),
-        Field("change, points", change),
-    ]
-    return grid(("method", "published rate"), lines, fields)
+        texts = (means[row.label].text(), f"{best:g}", means[label].text(), difference(source, label, row.label))
+        for texts_of, text in zip(fields.values(), texts, strict=True):
+            texts_of[row.label] = text
+    return grid(("method", "published rate"), lines, [Field(head, texts) for head, texts in fields.items()])
 
 
 def rivals_offline_table() -> str:
