@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from cafe_tta.cli import main
 from cafe_tta.options import describe
 from cafe_tta.serve import Settings, build, load_models, load_settings
 from cafe_tta.serve.settings import of_model
+from cafe_tta.simulate import Simulation, SimulationOptions
 
 from .http_server import PATIENCE, Files, Server, digits, infer, logits, make_files, pause, shared_files, until
 
@@ -135,6 +137,14 @@ def test_controls_and_status_have_to_say_which_model_they_mean(client):
         assert answer.json()["error"] == "this server has 2 models; say which one, such as ?model=gate"
     assert client.post("/api/pause?model=other").status_code == 404
     assert client.post("/api/pause?model=gate", headers={"Authorization": "Bearer wrong-token"}).status_code == 401
+
+
+def test_simulated_cameras_say_which_model_they_mean(files, server):
+    options = SimulationOptions(url=server.url, model=str(files["lane"].model), data="digits:test", pool=16)
+    for name in (None, "street"):
+        with pytest.raises(ValueError, match=rf"the models that the server has \(gate, lane\), but got {name}"):
+            Simulation(replace(options, name=name))
+    assert Simulation(replace(options, name="lane"))._served == "lane"
 
 
 def test_metrics_and_summary_are_by_model(client):

@@ -121,7 +121,8 @@ def scripted(*answers: object) -> Iterator[tuple[str, Script]]:
 
         def do_GET(self) -> None:
             found = {"name": "small", "outputs": [{"name": "logits", "shape": [-1, 10]}]}
-            self.reply(200, json.dumps(found).encode())
+            listed = self.path == "/v2/repository/index"
+            self.reply(200, json.dumps([found] if listed else found).encode())
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))

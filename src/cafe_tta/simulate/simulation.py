@@ -3,9 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
@@ -40,6 +42,9 @@ class SimulationOptions(Options):
     url: str = option("http://127.0.0.1:8080", "Address of the server.", panel=_SERVER)
     token: str | None = option(
         None, "Bearer token, if a proxy asks for one.", panel=_SERVER, secret=True, envvar="CAFE_TTA_TOKEN"
+    )
+    name: str | None = option(
+        None, "Name of the model on the server, where it serves several.", panel=_SERVER, metavar="NAME"
     )
     wait: float = option(60.0, "Seconds to wait until the server is ready.", panel=_SERVER, least=0)
 
@@ -131,12 +136,11 @@ class Simulation:
         self.steps: Counter[str] = Counter()  # that the server took meanwhile, by what became of them
         self.summary = Summary(self.cameras, self.duration, options.blocks)
         self.seconds = 0.0  # that it took
-        client = Client(options.url, options.token)
-        client.until_ready(options.wait, say)
-        self.url, self._served = client.url, _served_name(client)
-        self._model = _source_model(options, say)
-        _check_classes(client, self._served, self._model)
-        client.close()
+        with closing(Client(options.url, options.token)) as client:
+            client.until_ready(options.wait, say)
+            self.url, self._served = client.url, _served_name(client, options.name)
+            self._model = _source_model(options, say)
+            _check_classes(client, self._served, self._model)
         self.imageset, self._labels = _labelled(options, self._model)
         own = {domain for camera in self.cameras if isinstance(camera, Camera) for domain in camera.weather.domains()}
         self._domains = sorted(own) if self.scenario is None else domains()
@@ -208,13 +212,11 @@ class Simulation:
         self.steps = self._server_steps() - before
 
     def _server_steps(self) -> Counter[str]:
-        client = Client(self.options.url, self.options.token)
-        try:
-            return Counter(client.get("/api/status")["steps"])
-        except Away:  # it went down; what was answered before counts all the same
-            return Counter()
-        finally:
-            client.close()
+        with closing(Client(self.options.url, self.options.token)) as client:
+            try:
+                return Counter(client.get(f"/api/status?model={quote(self._served)}")["steps"])
+            except Away:  # it went down; what was answered before counts all the same
+                return Counter()
 
     @property
     def period(self) -> float:
@@ -270,11 +272,16 @@ class Silence:
             self._say(f"note: no answer for {self._seconds:.0f} s; is the server still there? {again}")
 
 
-def _served_name(client: Client) -> str:
-    status = client.get("/api/status")
-    if not isinstance(status, dict) or "name" not in status:
-        raise RuntimeError(f"{client.url}/api/status names no model; is this a server of cafe-tta?")
-    return str(status["name"])
+def _served_name(client: Client, wanted: str | None) -> str:
+    """The name of the model on the server: the only one, or the one that is wanted."""
+    index = client.get("/v2/repository/index")
+    if not isinstance(index, list) or not all(isinstance(model, dict) and "name" in model for model in index):
+        raise RuntimeError(f"{client.url}/v2/repository/index names no model; is this a server of cafe-tta?")
+    names = [str(model["name"]) for model in index]
+    if wanted not in names and (wanted is not None or len(names) != 1):
+        known = ", ".join(names)
+        raise ValueError(f"expected `name` to be one of the models that the server has ({known}), but got {wanted}")
+    return wanted or names[0]
 
 
 def _source_model(options: SimulationOptions, say: Callable[[str], None]) -> Model:
