@@ -245,7 +245,7 @@ OURS = (
     Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "cafe", ("unmix-cifar100",)),
     Claim("`cafe-plus` is better than `unmix`", ONLINE, "cafe-plus", "unmix", RIVALS),
     Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "unmix", ("unmix-cifar100",)),
-    Claim("`cafe-plus` is better than ActMAD, the best rival", ONLINE, "cafe-plus", "actmad", RIVALS),
+    Claim("`cafe-plus` is better than ActMAD", ONLINE, "cafe-plus", "actmad", RIVALS),
 )
 
 

@@ -182,6 +182,7 @@ def test_fisher_information_is_a_mean_over_batches_of_a_sample(sharp):
     assert all(torch.equal(tensor, before[name]) for name, tensor in sharp.classifier.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:source images that are normalised:cafe_tta.SourceWarning")
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [

@@ -18,7 +18,13 @@ from cafe_tta.source.stats import FORMAT_VERSION, FeatureStats
 
 _WORDS = {"data": "other images"}  # for differences
 # What ranks send.
-_KINDS = {"mean": torch.float64, "cov": torch.float64, "sample": torch.float32, "keys": torch.float32}
+_KINDS = {
+    "mean": torch.float64,
+    "cov": torch.float64,
+    "sample": torch.float32,
+    "keys": torch.float32,
+    "batch_mode": torch.float32,
+}
 
 
 @dataclass(frozen=True)
