@@ -773,6 +773,18 @@ def test_cotta(sharp, monkeypatch, confidence, symmetric):
         torch.testing.assert_close(adapter.predict(images), evaluated(plain, teacher, images))
 
 
+def test_cotta_evaluates_as_its_teacher_answers(sharp):
+    """With the teacher's weights and the statistics of the batch; a single image with those of the source."""
+    adapter = cafe.create("cotta", sharp.classifier, lr=0.1, augmentations=1, min_confidence=0.0)
+    before = {name: tensor.clone() for name, tensor in adapter.classifier.state_dict().items() if "running" in name}
+    for _ in range(3):
+        adapter(sharp.images)
+    assert all(torch.equal(tensor, adapter.classifier.state_dict()[name]) for name, tensor in before.items())
+    evaluated = adapter.predict(sharp.images)
+    assert torch.allclose(evaluated, adapter(sharp.images), atol=1e-5)  # answers with the teacher before its step
+    assert torch.isfinite(adapter.predict(sharp.images[:1])).all()
+
+
 def test_cotta_restores_at_random(sharp):
     same = cafe.create("cotta", sharp.classifier, restore=1.0, lr=0.1, augmentations=1)
     same(sharp.batches[0])

@@ -5,7 +5,7 @@ Original: https://github.com/qinenergy/cotta (MIT). Written from the formulas.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from cafe_tta import losses
 from cafe_tta.adapter import Report
 from cafe_tta.augmentation import Augmentation
+from cafe_tta.classifier import SplitClassifier
 from cafe_tta.methods.roid import AugmentConfig
 from cafe_tta.methods.second import Taught
+from cafe_tta.normalisation import batchnorm_layers
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
 
@@ -56,6 +58,9 @@ class CoTTA(Taught):
     step: teacher ← 0.999 teacher + 0.001 student, then every weight of the student is the source's again with
     probability 0.01. All weights and biases move, the head's too. Random draws follow the number of the batch.
 
+    With normalisation="batch", BatchNorm normalises with the batch in every mode, as the original does. Only batches
+    smaller than `min_batch` are answered with the source's statistics.
+
     >>> from cafe_tta import split_classifier
     >>> classifier = split_classifier(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)))
     >>> adapter = CoTTA(classifier, config=CoTTAConfig(augmentations=2))
@@ -65,6 +70,7 @@ class CoTTA(Taught):
 
     name = "cotta"
     traits = Traits("everything called weight or bias", (3, 34), keeps="a teacher's copy of what moves", licence="MIT")
+    remark = "CoTTA normalises with the batch that it answers."
     in_tables = False
     Config = CoTTAConfig
     config: CoTTAConfig
@@ -76,6 +82,29 @@ class CoTTA(Taught):
         ),
     }
     _taught: Tensor | None = None  # the teacher's answers to the batch at hand
+
+    def prepare(self, source: Any) -> None:
+        super().prepare(source)
+        if (
+            self.config.normalisation == "batch"
+        ):  # running statistics of the student would not fit the teacher's weights
+            for layer in self.normaliser.layers:
+                layer.momentum = 0.0
+
+    def features_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        large = self.normaliser.kind == "batch" and self.normaliser.batch_size(images) >= self.config.min_batch
+        before, self.normaliser.as_adapting = self.normaliser.as_adapting, self.normaliser.as_adapting or large
+        try:
+            return super().features_and_logits(images)
+        finally:
+            self.normaliser.as_adapting = before
+
+    def exported(self) -> SplitClassifier:
+        model = super().exported()
+        for layer in batchnorm_layers(model) if self.config.normalisation == "batch" else ():
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        return model
 
     def moving(self) -> list[nn.Parameter]:
         """Everything called weight or bias, as published: no class tokens or position embeddings."""
