@@ -527,7 +527,8 @@ class Adapter(Displayed, nn.Module):
         empty = self.ranks.size > 1 and not len(images) and images.shape[1:].numel()  # a rank may have nothing to do
         if images.dim() < 2 or not (images.numel() or empty):
             raise ValueError(f"expected a batch of at least one image, but got shape {tuple(images.shape)}")
-        if not torch.isfinite(images).all():
+        # A sum is quicker, and finite only where every value is.
+        if not (torch.isfinite(images.detach().sum()) or torch.isfinite(images).all()):
             bad = [i for i, image in enumerate(images) if not torch.isfinite(image).all()]
             raise ValueError(f"expected finite images, but images {bad[:10]} of the batch have NaN or infinite values")
 

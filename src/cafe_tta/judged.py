@@ -73,17 +73,7 @@ class Judged(Adapter):
         self.judge = Judge(stats, adapter.classifier.num_classes, agree=True)
         with torch.inference_mode(False), adapter.source_weights():
             self.source = copy.deepcopy(adapter.classifier).requires_grad_(False)
-        for name in (
-            "needs",
-            "adapts",
-            "distributed",
-            "in_tables",
-            "traits",
-            "remark",
-            "one_pass",
-            "Config",
-            "presets",
-        ):
+        for name in _OF_METHOD:
             setattr(self, name, getattr(adapter, name))
         self._begin()
 

@@ -3,8 +3,9 @@
 import random
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
@@ -30,10 +31,44 @@ class Item:
     source: tuple[Tensor, Tensor] | None = None  # the source model's features and logits, once they were needed
 
 
+class _Pool:
+    """Items by predicted class: which class has most of them is known without looking at each."""
+
+    def __init__(self) -> None:
+        self._by_label: dict[int, list[Item]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        return chain.from_iterable(self._by_label.values())
+
+    def add(self, item: Item) -> None:
+        self._by_label.setdefault(item.label, []).append(item)
+        self._size += 1
+
+    def remove_superfluous(self, rng: random.Random) -> None:
+        """Removes one of the class that has most of them, at random."""
+        items = max(self._by_label.values(), key=len)
+        i = rng.randrange(len(items))
+        items[i] = items[-1]
+        items.pop()
+        self._size -= 1
+
+    def keep(self, wanted: Callable[[Item], bool]) -> int:
+        """Removes the items that are not wanted, and returns how many they were."""
+        before = self._size
+        kept = {label: [item for item in items if wanted(item)] for label, items in self._by_label.items()}
+        self._by_label = {label: items for label, items in kept.items() if items}
+        self._size = sum(map(len, kept.values()))
+        return before - self._size
+
+
 @dataclass(eq=False)
 class _Share:
-    waiting: list[Item] = field(default_factory=list)
-    validation: list[Item] = field(default_factory=list)
+    waiting: _Pool = field(default_factory=_Pool)
+    validation: _Pool = field(default_factory=_Pool)
     seen: int = 0
     arrived: int = 0  # images since the last step, without validation images
 
@@ -106,15 +141,12 @@ class Buffer:
         part = share.validation if validates else share.waiting
         item = Item(camera, owner, image.detach().clone(), self._number, request, label)
         limit = self._limit(validates)
-        while len(part) > limit:  # more cameras have come since
-            part.pop(self._superfluous(part))
+        while len(part) >= limit:  # more than one where cameras have come since
+            part.remove_superfluous(self._random)
             self._size -= 1
-        if len(part) == limit:
-            part[self._superfluous(part)] = item
-            return
         if self._size >= self.capacity:
             self._make_room()
-        part.append(item)
+        part.add(item)
         self._size += 1
 
     def _note_arrival(self, owner: str, share: _Share, validates: bool) -> None:
@@ -135,9 +167,7 @@ class Buffer:
         for item in chosen:
             item.uses += 1
         for share in self._shares.values():
-            kept = [item for item in share.waiting if item.uses < REUSE]
-            self._size -= len(share.waiting) - len(kept)
-            share.waiting = kept
+            self._size -= share.waiting.keep(lambda item: item.uses < REUSE)
         self._forget_arrivals()
         return chosen
 
@@ -173,10 +203,8 @@ class Buffer:
     def drop(self, camera: str) -> None:
         """Removes the images of a camera."""
         for owner, share in list(self._shares.items()):
-            before = len(share)
-            share.waiting = [item for item in share.waiting if item.camera != camera]
-            share.validation = [item for item in share.validation if item.camera != camera]
-            self._size -= before - len(share)
+            for pool in (share.waiting, share.validation):
+                self._size -= pool.keep(lambda item: item.camera != camera)
             if not len(share):
                 del self._shares[owner]
 
@@ -195,7 +223,7 @@ class Buffer:
         limit = equal if self.per_camera is None else min(equal, self.per_camera)
         return max(1, limit // VALIDATION_EVERY if validates else limit - limit // VALIDATION_EVERY)
 
-    def _draw(self, count: int, part: Callable[[_Share], list[Item]]) -> list[Item]:
+    def _draw(self, count: int, part: Callable[[_Share], _Pool]) -> list[Item]:
         by_owner = {owner: self._by_class(part(share)) for owner, share in self._shares.items() if part(share)}
         if NEWCOMERS in by_owner:
             own = [len(items) for owner, items in by_owner.items() if owner != NEWCOMERS]
@@ -209,9 +237,9 @@ class Buffer:
             chosen += pool[:fair]
         return chosen[:count]
 
-    def _by_class(self, items: list[Item]) -> list[Item]:
+    def _by_class(self, pool: _Pool) -> list[Item]:
         """The items in turns of one of each class, those that were used least first, otherwise in any order."""
-        mixed = sorted(self._random.sample(items, len(items)), key=lambda item: item.uses)
+        mixed = sorted(self._random.sample(list(pool), len(pool)), key=lambda item: item.uses)
         seen: Counter[int] = Counter()
         turns = []
         for item in mixed:
@@ -219,15 +247,9 @@ class Buffer:
             seen[item.label] += 1
         return [mixed[i] for i in sorted(range(len(mixed)), key=turns.__getitem__)]
 
-    def _superfluous(self, items: list[Item]) -> int:
-        """Index of an item of the class that has most of them."""
-        most = Counter(item.label for item in items).most_common(1)[0][0]
-        return self._random.choice([i for i, item in enumerate(items) if item.label == most])
-
     def _make_room(self) -> None:
         largest = max(self._shares.values(), key=len)
-        part = max(largest.waiting, largest.validation, key=len)
-        part.pop(self._superfluous(part))
+        max(largest.waiting, largest.validation, key=len).remove_superfluous(self._random)
         self._size -= 1
 
 

@@ -29,8 +29,9 @@ POOL = 256  # images that the drift of the whole stream is computed from
 FEATURE_BYTES = 128 * 2**20  # that the features of all cameras may take
 LONGEST_NAME = 256
 SAME = 0.01  # dispersion of the features of a camera that repeats one image
-CLEAR_GAIN = math.log(1.25)  # a camera's gain must reach this, or the source model goes on answering it
-LIKE_SOURCE = 1.25  # drift of a camera up to which the gate may keep it out
+LIKE_SOURCE = 1.25  # drift of a camera, to the source model, up to which the gate may keep it out
+FAR = 2.0  # and from which the source model is expected to be the worse one for it
+CLEAR_GAIN = math.log(1.25)  # by which the model that is expected to be worse for a camera must be better to answer it
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
 FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
 SIDE = 8  # pixels of the thumbnail that says whether two images are the same
@@ -63,6 +64,7 @@ class Camera:
     changed: bool = False  # since it was assessed
     fresh: bool = False  # has sent images since the last step
     drift: float | None = None
+    source_drift: float | None = None  # as the source model sees its images
     looks_like_source: bool = False  # to the source model
     gain: float | None = None  # of the published model over the source model: below 0 is better (`Adaptation._gains`)
     quarantined: str = ""  # why the model is not adapted to it
@@ -74,8 +76,14 @@ class Camera:
 
     @property
     def wants_source(self) -> bool:
-        """Whether the source model serves it at least as well as what is published."""
-        return self.looks_like_source or (self.gain is not None and self.gain > -CLEAR_GAIN)
+        """Whether the source model answers it, not the published one.
+
+        Near the source, the published model must be clearly better; far from it, the source model must be.
+        """
+        if self.looks_like_source or self.gain is None:
+            return self.looks_like_source
+        far = self.source_drift is not None and self.source_drift >= FAR
+        return self.gain > (CLEAR_GAIN if far else -CLEAR_GAIN)
 
     def learn_gain(self, gain: float | None) -> None:
         """Averages a new measurement of the gain with the last: few images make it noisy."""
@@ -228,10 +236,11 @@ class Cameras:
                 kept = (camera.features, camera.source_features)
                 parts.append([torch.stack(tuple(k)) if len(k) >= MIN_IMAGES else None for k in kept])
         for camera, (ours, source) in zip(changed, parts, strict=True):
-            drift = self._drift(ours)
-            like = self._looks_like_source(source)
+            drift, source_drift = self._drift(ours), self._drift(source)
+            like = self._looks_like_source(source, source_drift)
             with self._lock:
                 camera.drift = camera.drift if drift is None else drift
+                camera.source_drift = camera.source_drift if source_drift is None else source_drift
                 camera.looks_like_source = camera.looks_like_source if like is None else like
                 before = camera.quarantined
                 camera.quarantined = camera.suspicion(self._reference) if self._settings.judge else ""
@@ -265,15 +274,14 @@ class Cameras:
             self.divergences = divergences
         return turned
 
-    def _looks_like_source(self, features: Tensor | None) -> bool | None:
-        """Whether a camera's images look like the source; None where nobody can tell.
+    def _looks_like_source(self, features: Tensor | None, drift: float | None) -> bool | None:
+        """Whether a camera's images, of this drift, look like the source; None where nobody can tell.
 
         Its mean must not have moved either: few shifted images among many clean ones pass the test of a batch.
         """
         if self._reference is None or features is None:
             return None
-        like, drift = self._reference.looks_like_source(features), self._reference.drift(features)
-        return like and (drift is None or drift <= LIKE_SOURCE)
+        return self._reference.looks_like_source(features) and (drift is None or drift <= LIKE_SOURCE)
 
     def _drift(self, features: Tensor | None) -> float | None:
         return None if self._reference is None or features is None else self._reference.drift(features)
@@ -311,9 +319,11 @@ def screen(images: Tensor, limits: tuple[float, float] | None = None) -> list[Sc
     with torch.no_grad():
         batch = images.detach().float()
         values = batch.flatten(2) if batch.dim() > 2 else batch[:, None, :]  # (B, C, pixels)
-        flat = values.std(-1, correction=0).amax(1) < FLAT
-        whole = values.flatten(1)
-        mean, std = whole.mean(1), whole.std(1, correction=0).clamp(min=1e-6)
+        means = values.mean(-1)  # (B, C)
+        variances = (values - means[..., None]).square().mean(-1)  # several times as fast as torch.var
+        flat = variances.amax(1) < FLAT**2
+        whole, mean = values.flatten(1), means.mean(1)
+        std = (variances + (means - mean[:, None]).square()).mean(1).sqrt().clamp(min=1e-6)
         small = torch.nn.functional.adaptive_avg_pool2d(batch, SIDE).flatten(1) if batch.dim() == 4 else whole
         levels = ((small - mean[:, None]) / std[:, None] * LEVELS).round().clamp(-127, 127).to(torch.int8)
         rows = levels.cpu().numpy()

@@ -7,7 +7,16 @@ from cafe_tta.options import did_you_mean
 from cafe_tta.source.train import TrainConfig
 
 _QUICK = TrainConfig(
-    epochs=16, swag_epochs=2, batch_size=512, lr=0.4, warmup=3, nesterov=True, label_smoothing=0.1, swag_lr=0.02
+    epochs=16,
+    swag_epochs=2,
+    batch_size=512,
+    lr=0.4,
+    warmup=3,
+    nesterov=True,
+    weight_decay=1e-3,
+    label_smoothing=0.1,
+    swag_lr=0.02,
+    precision="bfloat16",
 )
 _RESNET26 = ModelOptions("timm:resnet26", image_size=CIFAR.size, mean=CIFAR.mean, std=CIFAR.std)
 
@@ -26,7 +35,7 @@ RECIPES = {
     "cifar10-resnet26": Recipe(
         "the paper's network, timm's resnet26, in a tenth of the paper's epochs",
         _RESNET26,
-        replace(_QUICK, epochs=28, swag_epochs=4, batch_size=128, lr=0.1, swag_lr=0.01),
+        replace(_QUICK, epochs=28, swag_epochs=4, batch_size=128, lr=0.1, weight_decay=5e-4, swag_lr=0.01),
     ),
     "cifar10-groupnorm": Recipe(
         "the quick network without BatchNorm", ModelOptions("cafe:cifar-cnn-groupnorm"), replace(_QUICK, lr=0.2)
