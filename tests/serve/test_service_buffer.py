@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cafe_tta.serve.buffer import REUSE, Buffer
+from cafe_tta.serve.buffer import REUSE, Buffer, Item, _Pool
 
 
 def fill(buffer, counts):
@@ -66,6 +66,22 @@ def test_a_camera_that_sees_one_class_for_long_keeps_images_of_others():
     waiting = Counter(item.label for item in buffer._shares["gate"].waiting)
     assert waiting.total() == 60 and abs(waiting[1] - waiting[2]) <= 2
     assert Counter(item.label for item in buffer.take(20)) == {1: 10, 2: 10}
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_what_a_full_share_gives_up_is_of_the_class_that_it_has_most_of(labels, unwanted, rng):
+    pool = _Pool()
+    for number, label in enumerate(labels):
+        pool.add(Item("a", "a", torch.zeros(1), number, label=label))
+    assert pool.keep(lambda item: item.label != unwanted) == labels.count(unwanted)
+    left = [label for label in labels if label != unwanted]
+    while left:
+        assert sorted(item.label for item in pool) == sorted(left) and len(pool) == len(left)
+        pool.remove_superfluous(rng)
+        (gone,) = (Counter(left) - Counter(item.label for item in pool)).elements()
+        assert left.count(gone) == max(Counter(left).values())
+        left.remove(gone)
+    assert not len(pool) and not list(pool)
 
 
 def test_images_of_a_step_come_in_no_order():

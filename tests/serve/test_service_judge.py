@@ -266,6 +266,29 @@ def test_a_camera_that_the_published_snapshot_serves_worse_gets_the_source_model
     assert answers.versions == [0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("drift", "gain", "source_answers"),
+    [
+        (None, -0.1, True),
+        (1.5, -0.1, True),
+        (1.5, -0.3, False),
+        (3.0, -0.1, False),
+        (3.0, 0.1, False),
+        (3.0, 0.3, True),
+    ],
+)
+def test_which_model_is_expected_to_be_better_depends_on_how_far_a_camera_is_from_the_source(
+    drift, gain, source_answers
+):
+    camera = Camera("a", source_drift=drift)
+    camera.learn_gain(gain)
+    assert camera.wants_source  # the first measurement must be clearer, whatever the drift
+    camera.learn_gain(gain)
+    assert camera.wants_source is source_answers
+    assert Camera("a", source_drift=drift, gain=gain, looks_like_source=True).wants_source
+    assert not Camera("a", source_drift=drift).wants_source  # nothing is known of what is published
+
+
 @pytest.mark.parametrize("kind", ["garbage", "black", "one class", "repeated"])
 def test_a_bad_camera_alone_at_night_does_not_harm_the_others(source, serve, kind):
     """By day good cameras; at night nothing but a bad one, for a long time: the others' alignment must not suffer."""

@@ -416,6 +416,21 @@ def test_smoothing_nesterov_and_warmup_reach_the_step() -> None:
         assert torch.allclose(a, b, atol=1e-6)
 
 
+def test_bfloat16_is_of_the_products_alone(tmp_path: Path) -> None:
+    images, labels = toy_data(32)
+    config = TrainConfig(epochs=2, swag_epochs=0, batch_size=8, lr=0.05, augment="none", precision="bfloat16")
+    exact, rounded = network(), network()
+    seen = set()
+    rounded.backbone.model[0].register_forward_hook(lambda _, __, out: seen.add((out.dtype, rounded.training)))
+    a = train(exact, images, labels, replace(config, precision="float32"))
+    b = train(rounded, images, labels, config, tmp_path / "run.safetensors")
+    assert seen == {(torch.bfloat16, True), (torch.float32, False)}  # in training; for BatchNorm and afterwards
+    assert all(p.dtype == torch.float32 for p in rounded.parameters())
+    assert b.losses != a.losses and np.allclose(b.losses, a.losses, rtol=0.02)
+    with pytest.raises(ValueError, match=r"another training run: .*precision"):
+        train(network(), images, labels, replace(config, precision="float32"), tmp_path / "run.safetensors")
+
+
 def test_warmup_and_nesterov_are_checked() -> None:
     with pytest.raises(ValueError, match=r"expected `warmup` to be below `epochs` \(3\), but got 3"):
         TrainConfig(epochs=3, warmup=3)

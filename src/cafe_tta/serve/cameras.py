@@ -32,6 +32,7 @@ SAME = 0.01  # dispersion of the features of a camera that repeats one image
 LIKE_SOURCE = 1.25  # drift of a camera, to the source model, up to which the gate may keep it out
 FAR = 2.0  # and from which the source model is expected to be the worse one for it
 CLEAR_GAIN = math.log(1.25)  # by which the model that is expected to be worse for a camera must be better to answer it
+FIRST_GAIN = math.log(2)  # the same for the first measurement, which is of few images and of the first step
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
 FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
 SIDE = 8  # pixels of the thumbnail that says whether two images are the same
@@ -67,6 +68,7 @@ class Camera:
     source_drift: float | None = None  # as the source model sees its images
     looks_like_source: bool = False  # to the source model
     gain: float | None = None  # of the published model over the source model: below 0 is better (`Adaptation._gains`)
+    measured: int = 0  # times that the gain was
     quarantined: str = ""  # why the model is not adapted to it
 
     @property
@@ -82,6 +84,8 @@ class Camera:
         """
         if self.looks_like_source or self.gain is None:
             return self.looks_like_source
+        if self.measured == 1:
+            return self.gain > -FIRST_GAIN
         far = self.source_drift is not None and self.source_drift >= FAR
         return self.gain > (CLEAR_GAIN if far else -CLEAR_GAIN)
 
@@ -89,6 +93,7 @@ class Camera:
         """Averages a new measurement of the gain with the last: few images make it noisy."""
         if gain is not None:
             self.gain = gain if self.gain is None else (self.gain + gain) / 2
+            self.measured += 1
 
     def saw(self, features: Tensor, prediction: tuple[int, float], cluster: int, of_source: bool) -> None:
         """Notes an answered image."""

@@ -162,7 +162,7 @@ _RESULTS = ("model.safetensors", "posterior.safetensors")
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings in which `0.50,0.50,0.50` and `0.5,0.5,0.5` are the same, and older reports have what they lack."""
-    settings = NEWER | {"recipe": None} | settings
+    settings = {**NEWER, "recipe": None, **settings}
     numbers = {name: settings[name] for name in ("mean", "std") if settings.get(name)}
     return settings | {name: [float(part) for part in text.split(",")] for name, text in numbers.items()}
 
