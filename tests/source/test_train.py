@@ -283,7 +283,6 @@ def test_crops_move_images_and_repeat_their_border() -> None:
     ("options", "text"),
     [
         ({"epochs": -1}, "expected `epochs` to be at least 0, but got -1"),
-        ({"epochs": 0, "swag_epochs": 0}, "expected `epochs` to be at least 1, as `swag_epochs` is 0, but got 0"),
         ({"batch_size": 0}, "expected `batch_size` to be at least 1, but got 0"),
         ({"lr": float("nan")}, "expected `lr` to be at least 0, but got nan"),
         ({"swag_lr": math.inf}, "expected `swag_lr` to be at least 0 and finite, but got inf"),
@@ -466,3 +465,29 @@ def test_the_model_file_knows_how_it_was_trained(tmp_path: Path) -> None:
     assert training["settings"]["recipe"] == "mine" and training["settings"]["epochs"] == 1
     assert training["data"] == load_images("digits:test").digest()
     assert training["test_accuracy"] == report["test_accuracy"] and training["images"] == 896
+
+
+def test_no_epochs_recompute_batchnorm_and_nothing_else(tmp_path: Path) -> None:
+    images, labels = toy_data()
+    classifier = network()
+    before = {name: value.clone() for name, value in classifier.named_parameters()}
+    none = TrainConfig(epochs=0, swag_epochs=0, batch_size=100)
+    result = train(classifier, images, labels, none)
+    assert result.losses == () and result.posterior is None
+    assert all(torch.equal(value, before[name]) for name, value in classifier.named_parameters())
+    convolution, norm = classifier.backbone.model[:2]
+    with torch.no_grad():
+        activations = convolution(images)
+    assert torch.allclose(norm.running_mean, activations.mean((0, 2, 3)), atol=1e-5)
+    with pytest.raises(ValueError, match="cafe:cifar-cnn alone has random weights"):
+        TrainingRun("digits:test", tmp_path, ModelOptions("cafe:cifar-cnn", image_size=32), none).train()
+
+
+def test_a_layer_that_is_computed_from_images_is_left_alone_where_there_are_weights(tmp_path: Path) -> None:
+    torch.save(CifarCNN().state_dict(), tmp_path / "weights.pth")
+    options = ModelOptions("cafe:cifar-cnn", weights=tmp_path / "weights.pth", image_size=32)
+    none = TrainConfig(epochs=0, swag_epochs=0, batch_size=128)
+    TrainingRun("digits:test", tmp_path / "made", options, none).train()
+    made = load(tmp_path / "made" / "model.safetensors").model
+    there = torch.load(tmp_path / "weights.pth")
+    assert torch.equal(made.whitening.weight, there["whitening.weight"])  # type: ignore[union-attr,arg-type]

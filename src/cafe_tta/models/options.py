@@ -69,6 +69,7 @@ class Model:
     architecture: str
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None  # their names, where they are known
+    trained: bool = True  # False: the weights are random
 
 
 def load_classifier(
@@ -95,7 +96,7 @@ def load_classifier(
         download = "" if str(options.model).startswith("cafe:") else ", or set `pretrained`"  # ours has none to offer
         raise ValueError(f"{options.model} alone has random weights; give a file as `weights`{download}")
     classifier = split_classifier(channels_last(loaded.model), head=options.head).eval().to(device)
-    return Model(classifier, loaded.architecture, preprocessing or loaded.preprocessing, loaded.classes)
+    return Model(classifier, loaded.architecture, preprocessing or loaded.preprocessing, loaded.classes, loaded.trained)
 
 
 def channels_last(model: nn.Module) -> nn.Module:

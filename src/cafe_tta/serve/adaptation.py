@@ -30,7 +30,7 @@ class Outcome:
     kind: str  # accepted | refused | rolled_back | skipped
     text: str
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    gains: Mapping[str, float] = field(default_factory=dict)  # by camera: see `Camera.gain`
+    gains: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # by camera: for `Camera.learn_gain`
     source_features: Mapping[str, list[Tensor]] = field(default_factory=dict)  # newly computed, by camera
 
 
@@ -94,7 +94,7 @@ class Adaptation:
         """Takes a step on some images, if one is needed and does no harm."""
         judged = self.settings.judge and bool(validation_items)
         validation = _Validation(validation_items, self.judge, self.snapshots.source) if judged else None
-        gains: dict[str, float] = {}
+        gains: dict[str, tuple[float, int]] = {}
         new: dict[str, list[Tensor]] = {}
         seen = [self.adapter.features_and_logits(torch.stack([item.image for item in items]))]
         if validation is None:
@@ -198,12 +198,12 @@ class Adaptation:
         newest = [snapshot for snapshot in history.before(version) if snapshot is not best]
         return ([] if best is None or best.version == version else [best]) + newest[:LOOK_BACK]
 
-    def _gains(self, validation: _Validation, passed: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+    def _gains(self, validation: _Validation, passed: tuple[Tensor, Tensor] | None) -> dict[str, tuple[float, int]]:
         """For each camera with enough images, how much better the published model is than the source model.
 
-        log(Fréchet distance · entropy), less that of the source model: below 0 where the features are nearer to the
-        source's and the answers surer. The distance alone prefers the model that tells few classes apart badly, the
-        entropy alone one that is sure of garbage.
+        It is log(Fréchet distance · entropy), less that of the source model: below 0 where the features are nearer to
+        the source's and the answers surer. The distance alone prefers the model that tells few classes apart badly, the
+        entropy alone one that is sure of garbage. With the number of images that it was measured on.
         """
         if self.reference is None or passed is None or self.snapshots.published.version == SOURCE_VERSION:
             return {}
@@ -220,5 +220,5 @@ class Adaptation:
             theirs = self.reference.frechet(source[0]), float(entropy(source[1]).mean())
             nearer, surer = (log_ratio([a], [b]) for a, b in zip(ours, theirs, strict=True))
             if abs(nearer) > SAME_FEATURES:
-                gains[camera] = nearer + surer
+                gains[camera] = nearer + surer, len(chosen)
         return gains

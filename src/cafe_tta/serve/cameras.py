@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cafe_tta.judge import PANEL
 from cafe_tta.serve.buffer import NEWCOMERS, Buffer
 from cafe_tta.serve.settings import Settings
 from cafe_tta.source import Reference
@@ -32,7 +33,8 @@ SAME = 0.01  # dispersion of the features of a camera that repeats one image
 LIKE_SOURCE = 1.25  # drift of a camera, to the source model, up to which the gate may keep it out
 FAR = 2.0  # and from which the source model is expected to be the worse one for it
 CLEAR_GAIN = math.log(1.25)  # by which the model that is expected to be worse for a camera must be better to answer it
-FIRST_GAIN = math.log(2)  # the same for the first measurement, which is of few images and of the first step
+GAIN_OF_FEW = math.log(2)  # the same where that was measured on fewer images than
+FEW_IMAGES = 2 * PANEL
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
 FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
 SIDE = 8  # pixels of the thumbnail that says whether two images are the same
@@ -68,7 +70,7 @@ class Camera:
     source_drift: float | None = None  # as the source model sees its images
     looks_like_source: bool = False  # to the source model
     gain: float | None = None  # of the published model over the source model: below 0 is better (`Adaptation._gains`)
-    measured: int = 0  # times that the gain was
+    measured_on: int = 0  # images, that is
     quarantined: str = ""  # why the model is not adapted to it
 
     @property
@@ -84,16 +86,15 @@ class Camera:
         """
         if self.looks_like_source or self.gain is None:
             return self.looks_like_source
-        if self.measured == 1:
-            return self.gain > -FIRST_GAIN
+        if self.measured_on < FEW_IMAGES:
+            return self.gain > -GAIN_OF_FEW
         far = self.source_drift is not None and self.source_drift >= FAR
         return self.gain > (CLEAR_GAIN if far else -CLEAR_GAIN)
 
-    def learn_gain(self, gain: float | None) -> None:
-        """Averages a new measurement of the gain with the last: few images make it noisy."""
-        if gain is not None:
-            self.gain = gain if self.gain is None else (self.gain + gain) / 2
-            self.measured += 1
+    def learn_gain(self, gain: float, images: int) -> None:
+        """Averages a new measurement of the gain, on so many images, with the last: few images make it noisy."""
+        self.gain = gain if self.gain is None else (self.gain + gain) / 2
+        self.measured_on += images
 
     def saw(self, features: Tensor, prediction: tuple[int, float], cluster: int, of_source: bool) -> None:
         """Notes an answered image."""

@@ -480,7 +480,10 @@ class Service:
         for camera in self._cameras:
             if outcome.kind == "rolled_back":
                 camera.gain = None
-            camera.learn_gain(0.0 if camera.looks_like_source else outcome.gains.get(camera.name))
+            if camera.looks_like_source:
+                camera.learn_gain(0.0, 0)
+            elif measured := outcome.gains.get(camera.name):
+                camera.learn_gain(*measured)
             camera.source_features.extend(outcome.source_features.get(camera.name, ()))
             camera.changed |= camera.name in outcome.source_features
 

@@ -44,7 +44,10 @@ class TrainConfig(Options):
     """
 
     epochs: int = option(
-        200, "Epochs with a learning rate that falls along a cosine; 0: only the SWAG epochs.", least=0
+        200,
+        "Epochs with a learning rate that falls along a cosine; 0: only the SWAG epochs. Without either, trained "
+        "weights stay as they are, and BatchNorm's statistics are recomputed on the images.",
+        least=0,
     )
     batch_size: int = option(128, "Images in a batch.", least=1)
     lr: float = option(0.1, "Learning rate at the start; it falls to 0 along a cosine.", least=0)
@@ -72,8 +75,6 @@ class TrainConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.total_epochs < 1:
-            raise ValueError(f"expected `epochs` to be at least 1, as `swag_epochs` is 0, but got {self.epochs!r}")
         if self.epochs and self.warmup >= self.epochs:
             raise ValueError(f"expected `warmup` to be below `epochs` ({self.epochs}), but got {self.warmup}")
         if self.nesterov and not self.momentum:

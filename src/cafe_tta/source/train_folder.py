@@ -109,7 +109,7 @@ class TrainingRun:
             loader = Loader(imageset, model.preprocessing, labels=labels, workers=workers, advance=advance)
             images, targets = _read_all(loader)
         on_unreadable([*loader.unreadable, *left_out(imageset)])
-        for module in model.classifier.modules():
+        for module in model.classifier.modules() if not model.trained else ():
             if callable(see_source := getattr(module, "see_source", None)):  # a layer that is computed from images
                 see_source(images[:FIRST_IMAGES])
         self.output.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ class TrainingRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)  # of the first weights
             options = replace(self.model, num_classes=num_classes)
-            return models.load_classifier(options, new_head=self.new_head, untrained=True)
+            return models.load_classifier(options, new_head=self.new_head, untrained=self.config.total_epochs > 0)
 
     def _test(self, model: Model, workers: int) -> float:
         assert self.test is not None
