@@ -51,7 +51,7 @@ from reproduce import RESULTS, ROOT, Declared, Words  # noqa: E402 - beside this
 BLOCK = re.compile(r"^(<!-- (table|command): ([^>]+?) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 WIDTH = 116  # of a line of a command
 EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
-RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "unmix-cifar10-online")
+RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "rivals-cifar10-ttac", "unmix-cifar10-online")
 SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
 
 
