@@ -92,8 +92,13 @@ class Camera:
         return self.gain > (CLEAR_GAIN if far else -CLEAR_GAIN)
 
     def learn_gain(self, gain: float, images: int) -> None:
-        """Averages a new measurement of the gain, on so many images, with the last: few images make it noisy."""
-        self.gain = gain if self.gain is None else (self.gain + gain) / 2
+        """Averages a new measurement of the gain, on so many images, with the last: few images make it noisy.
+
+        One on very few images counts only until there is another.
+        """
+        if self.gain is not None and self.measured_on >= FEW_IMAGES:
+            gain = (self.gain + gain) / 2
+        self.gain = gain
         self.measured_on += images
 
     def saw(self, features: Tensor, prediction: tuple[int, float], cluster: int, of_source: bool) -> None:
