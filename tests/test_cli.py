@@ -406,11 +406,11 @@ def test_training_that_was_stopped_goes_on_to_the_same_end(tmp_path, monkeypatch
     from cafe_tta.source import train_folder
     from cafe_tta.source.train import train
 
-    def stopped(*args):
+    def stopped(*args, progress, **kwargs):
         def interrupt(report):
             raise KeyboardInterrupt
 
-        return train(*args[:-1], interrupt)
+        return train(*args, progress=interrupt, **kwargs)
 
     run(*small_training(tmp_path / "whole"))
     with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ from cafe_tta.options import did_you_mean
 from cafe_tta.source.train import TrainConfig
 
 _QUICK = TrainConfig(
-    epochs=16,
+    epochs=32,
     swag_epochs=2,
     batch_size=512,
     lr=0.4,
@@ -40,13 +40,11 @@ RECIPES = {
     "cifar10-groupnorm": Recipe(
         "the quick network without BatchNorm", ModelOptions("cafe:cifar-cnn-groupnorm"), replace(_QUICK, lr=0.2)
     ),
-    "cifar100": Recipe(
-        "the quick network, for CIFAR-100", ModelOptions("cafe:cifar-cnn"), replace(_QUICK, epochs=24, warmup=4)
-    ),
+    "cifar100": Recipe("the quick network, for CIFAR-100", ModelOptions("cafe:cifar-cnn"), _QUICK),
     "svhn": Recipe(
         "the quick network, for SVHN, whose digits must not be mirrored",
         ModelOptions("cafe:cifar-cnn", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
-        replace(_QUICK, augment="crop"),
+        replace(_QUICK, epochs=16, augment="crop"),
     ),
 }
 

@@ -132,13 +132,15 @@ def train(
     config: TrainConfig | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    finishing: Callable[[int], None] | None = None,
 ) -> TrainResult:
     """Trains the classifier itself, head included, on normalised images (N, 3, H, W) with labels (N,).
 
     In the end it is in evaluation mode, with BatchNorm statistics recomputed on the images as they are: those of
     training are of augmented ones. With SWAG epochs it is the mean of the collected weights. With a `checkpoint`, every
     epoch is written to that file; a later call with the same arguments goes on from there, and ends bit for bit as if
-    it had never been interrupted.
+    it had never been interrupted. `finishing` is told of every batch after the last epoch how many images it had: twice
+    all of them, for BatchNorm and for the accuracy.
     """
     config = config or TrainConfig()
     _check_data(classifier, images, labels, config)
@@ -157,7 +159,7 @@ def train(
                 run.save(path)
             if progress is not None:
                 progress(report)
-        return run.finish()
+        return run.finish(finishing or (lambda images: None))
     finally:
         classifier.eval()
 
@@ -272,14 +274,20 @@ class _Run:
             logits: Tensor = self.classifier(images)
         return logits.float() if reduced else logits
 
-    def finish(self) -> TrainResult:
+    def finish(self, advance: Callable[[int], None]) -> TrainResult:
         """The classifier becomes the mean of the collected weights; BatchNorm describes the images as they are."""
         posterior = None
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for images, labels in self._batches():
+                yield images, labels
+                advance(len(images))
+
         with _seeded(self.config.seed, self.epoch, self.images.device, self._like.device):
             if self.config.swag_epochs:
-                posterior = self.collector.posterior(self.classifier, self._batches())
+                posterior = self.collector.posterior(self.classifier, batches())
             else:
-                recompute_batchnorm(self.classifier, self._batches())
+                recompute_batchnorm(self.classifier, batches())
         self.classifier.eval()
         hits = 0
         with torch.no_grad():
@@ -287,6 +295,7 @@ class _Run:
                 chosen = slice(start, start + self.config.batch_size)
                 logits = self.classifier(self.images[chosen].to(self._like))
                 hits += int((logits.argmax(1).to(self.labels.device) == self.labels[chosen]).sum())
+                advance(len(logits))
         return TrainResult(posterior, tuple(self.losses), tuple(self.accuracies), hits / len(self.images))
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:

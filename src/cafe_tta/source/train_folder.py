@@ -3,8 +3,9 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,24 @@ class TrainingRun:
                 see_source(images[:FIRST_IMAGES])
         self.output.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
-        with progress("training", self.config.total_epochs) as advance:
+        with ExitStack() as shown:
+            advance = shown.enter_context(progress("training", self.config.total_epochs))
             advance(self.epochs_done)
-            result = train(model.classifier, images, targets, self.config, self.checkpoint, lambda report: advance(1))
+
+            @cache
+            def last_bar() -> Callable[[int], None]:
+                shown.close()  # the first one: there can be no two at a time
+                return shown.enter_context(progress("BatchNorm and accuracy", 2 * len(images)))
+
+            result = train(
+                model.classifier,
+                images,
+                targets,
+                self.config,
+                self.checkpoint,
+                progress=lambda report: advance(1),
+                finishing=lambda count: last_bar()(count),
+            )
         training = {
             "settings": self.settings,
             "images": len(images),
