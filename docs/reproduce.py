@@ -29,7 +29,7 @@ Words = tuple[str, ...]  # of a command
 # The embedded digits in place of any other images: what becomes of a flag. None: it is left out, with its value.
 _STAND_IN_BENCH = {"--dataset": "digits", "--model": None, "--weights": None, "--mean": None, "--std": None}
 _STAND_IN_TRAIN = {
-    **dict.fromkeys(["--weights", "--new-head", "--image-size", "--mean", "--std"]),
+    **dict.fromkeys(["--recipe", "--weights", "--new-head", "--image-size", "--mean", "--std"]),
     "--model": "cafe:digits-resnet",
     "--epochs": "1",
     "--swag-epochs": "1",

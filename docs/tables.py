@@ -53,6 +53,7 @@ WIDTH = 116  # of a line of a command
 EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
 RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "rivals-cifar10-ttac", "unmix-cifar10-online")
 SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
+AGREE, AGREE_SEARCHED = "agree-cifar10-online", "agree-rates-held-out"  # by a network whose modes agree
 
 
 @cache
@@ -194,32 +195,42 @@ def _distance(record: Record) -> float | None:
     return record.frechet_after
 
 
+AGREEING = "CIFAR-10 mixed, online, [modes agree](agree.md)"
 MIXED, ONLINE, SEPARATED = "CIFAR-10 mixed, offline", "CIFAR-10 mixed, online", "CIFAR-10 separated, 1,000 images each"
 SVHN, CIFAR100 = "SVHN to MNIST, offline", "CIFAR-100 mixed, offline"
 OFFLINE = ("cifar10-mixed",)
 CLAIMS = (
     Claim("CAFe is better than Infomax", MIXED, "cafe", "infomax", OFFLINE),
     Claim("", ONLINE, "cafe", "infomax", RIVALS),
+    Claim("", AGREEING, "cafe", "infomax", (AGREE,), compared=False),
     Claim("", CIFAR100, "cafe", "infomax", ("cifar100-mixed",)),
     Claim("", "ImageNet mixed, 1,000 images", "cafe", "infomax", ("imagenet-mixed",)),
     Claim("", SVHN, "cafe", "infomax", ("svhn-mnist-all",)),
     Claim("CAFe is better than AdaBN", MIXED, "cafe", "adabn", OFFLINE),
     Claim("", ONLINE, "cafe", "adabn", RIVALS),
+    Claim("", AGREEING, "cafe", "adabn", (AGREE,), compared=False),
     Claim("CAFe is better than T3A", MIXED, "cafe", "t3a", OFFLINE),
     Claim("", ONLINE, "cafe", "t3a", RIVALS),
+    Claim("", AGREEING, "cafe", "t3a", (AGREE,), compared=False),
     Claim("CAFe is better than Tent", MIXED, "cafe", "tent", OFFLINE),
     Claim("", ONLINE, "cafe", "tent", RIVALS),
+    Claim("", AGREEING, "cafe", "tent", (AGREE,), compared=False),
     Claim("CAFe is better than BACS", MIXED, "cafe", "bacs", OFFLINE),
     Claim("", ONLINE, "cafe", "bacs", RIVALS),
+    Claim("", AGREEING, "cafe", "bacs", (AGREE,), compared=False),
     Claim("CAFe is better than FR", MIXED, "cafe", "fr", OFFLINE),
     Claim("", ONLINE, "cafe", "fr", RIVALS),
+    Claim("", AGREEING, "cafe", "fr", (AGREE,), compared=False),
     Claim("CAFe is better than the model as trained", MIXED, "cafe", "source", OFFLINE),
     Claim("", ONLINE, "cafe", "source", RIVALS),
+    Claim("", AGREEING, "cafe", "source", (AGREE,), compared=False),
     Claim("Covariances of groups are better than single dimensions", MIXED, "cafe", "cafe-dimwise", OFFLINE),
     Claim("", ONLINE, "cafe", "cafe-dimwise", RIVALS),
+    Claim("", AGREEING, "cafe", "cafe-dimwise", (AGREE,), compared=False),
     Claim("Single dimensions are better than groups", SVHN, "cafe-dimwise", "cafe", ("unmix-svhn-mnist",)),
     Claim("Infomax helps CAFe", MIXED, "cafe", "cafe-no-infomax", OFFLINE),
     Claim("", ONLINE, "cafe", "cafe-no-infomax", RIVALS),
+    Claim("", AGREEING, "cafe", "cafe-no-infomax", (AGREE,), compared=False),
     Claim(
         "On clean images, CAFe costs accuracy",
         "CIFAR-10 clean, offline",
@@ -239,11 +250,15 @@ CLAIMS = (
 )
 OURS = (
     Claim("`unmix` is better than the model", ONLINE, "unmix", "source", RIVALS),
+    Claim("", AGREEING, "unmix", "source", (AGREE,)),
     Claim("`unmix` is better than CAFe", ONLINE, "unmix", "cafe", RIVALS),
+    Claim("", AGREEING, "unmix", "cafe", (AGREE,)),
     Claim("`cafe-plus` is better than CAFe", ONLINE, "cafe-plus", "cafe", RIVALS),
+    Claim("", AGREEING, "cafe-plus", "cafe", (AGREE,)),
     Claim("", "SVHN to MNIST, offline", "cafe-plus", "cafe", ("unmix-svhn-mnist",)),
     Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "cafe", ("unmix-cifar100",)),
     Claim("`cafe-plus` is better than `unmix`", ONLINE, "cafe-plus", "unmix", RIVALS),
+    Claim("", AGREEING, "cafe-plus", "unmix", (AGREE,)),
     Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "unmix", ("unmix-cifar100",)),
     Claim("`cafe-plus` is better than ActMAD", ONLINE, "cafe-plus", "actmad", RIVALS),
 )
@@ -614,9 +629,9 @@ def rivals_table() -> str:
     return grid(("method", "needs from the source"), {r.label: (r.label, needs_text(r)) for r in lines}, fields)
 
 
-def rates_table() -> str:
+def rates_table(folder: str) -> str:
     """The search for learning rates: as the report has it, and how far the best rate is above the method's own."""
-    (table,) = rates_tables(collect([ROOT / RESULTS / SEARCHED / RECORDS])[0])
+    (table,) = rates_tables(collect([ROOT / RESULTS / folder / RECORDS])[0])
     return plain(markdown_grid(table))
 
 
@@ -681,7 +696,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
     "rivals-offline": rivals_offline_table,
-    "rates": rates_table,
+    "rates": lambda: rates_table(SEARCHED),
+    "agree": lambda: by_method(column(AGREE), *qualities(column(AGREE))),
+    "agree-rates": lambda: rates_table(AGREE_SEARCHED),
     "tuned": tuned_table,
 }
 
