@@ -24,13 +24,12 @@ from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
 from cafe_tta.models import ModelOptions
 from cafe_tta.normalisation import batchnorm_layers
 from cafe_tta.source import FeatureStats
-from cafe_tta.source.modes import normalising_with_batch
+from cafe_tta.source.modes import SMALLEST_BATCH, normalising_with_batch
 from cafe_tta.source.train import TrainConfig
 from cafe_tta.source.train_folder import TrainingRun
 
 METHODS = "source,adabn,tent,infomax,cafe-no-infomax,cafe,unmix,cafe-plus"
 OF_BATCH = ("cafe-no-infomax", "cafe")  # that the statistics of batches are for
-FOOTINGS = ("as it is", "statistics of batches", "BatchNorm recomputed")
 STREAMS = ("clean", "all-mixed")
 
 
@@ -38,8 +37,8 @@ def statistics_of_batches(side: SourceSide, path: Path) -> Path:
     """Source statistics of features that are normalised with their batch, in a file."""
     if not path.exists():
         with torch.no_grad(), normalising_with_batch(batchnorm_layers(side.classifier)):
-            batches = list(side._image_batches())
-            features = torch.cat([side.classifier.backbone(images) for images in batches if len(images) > 63])
+            batches = (images for images in side._image_batches() if len(images) >= SMALLEST_BATCH)
+            features = torch.cat([side.classifier.backbone(images) for images in batches])
         meta = side.stats.images.into(side.classifier.identity())
         stats = replace(FeatureStats.from_features(features, meta), styles=side.stats.styles)
         stats.group(side.dataset.num_groups, max_group_size=None).save(path)
@@ -93,10 +92,10 @@ def main() -> None:
         folder = args.output / footing.replace(" ", "-").lower()
         for record in bench.run(plan, folder, options, say=print):
             found.setdefault((footing, record.label, record.protocol), []).append(100 * record.accuracy)
-    print(f"| method | {' | '.join(f'{footing}: {stream}' for footing in FOOTINGS for stream in STREAMS)} |")
-    print("|---|" + "---:|" * len(FOOTINGS) * len(STREAMS))
+    print(f"| method | {' | '.join(f'{footing}: {stream}' for footing in sides for stream in STREAMS)} |")
+    print("|---|" + "---:|" * len(sides) * len(STREAMS))
     for label in METHODS.split(","):
-        values = (found.get((footing, label, stream), []) for footing in FOOTINGS for stream in STREAMS)
+        values = (found.get((footing, label, stream), []) for footing in sides for stream in STREAMS)
         print(f"| {label} | {' | '.join(f'{sum(v) / len(v):.2f}' if v else '–' for v in values)} |")
 
 

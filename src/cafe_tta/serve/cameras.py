@@ -33,8 +33,8 @@ SAME = 0.01  # dispersion of the features of a camera that repeats one image
 LIKE_SOURCE = 1.25  # drift of a camera, to the source model, up to which the gate may keep it out
 FAR = 2.0  # and from which the source model is expected to be the worse one for it
 CLEAR_GAIN = math.log(1.25)  # by which the model that is expected to be worse for a camera must be better to answer it
-GAIN_OF_FEW = math.log(1.5)  # the same where that was measured on fewer images than
-FEW_IMAGES = 2 * PANEL
+FEW_IMAGES = 2 * PANEL  # a gain measured on fewer images is noisy:
+GAIN_OF_FEW = math.log(1.5)  # then the published model must be better by this, wherever the camera is
 MOSTLY = 0.5  # share of flat or repeated images from which the whole camera is quarantined
 FLAT = 0.01  # standard deviation of a flat frame's values; that of ordinary, normalised images is about 1
 SIDE = 8  # pixels of the thumbnail that says whether two images are the same
@@ -70,7 +70,7 @@ class Camera:
     source_drift: float | None = None  # as the source model sees its images
     looks_like_source: bool = False  # to the source model
     gain: float | None = None  # of the published model over the source model: below 0 is better (`Adaptation._gains`)
-    measured_on: int = 0  # images, that is
+    measured_on: int = 0  # images that the gain was measured on, in all
     quarantined: str = ""  # why the model is not adapted to it
 
     @property
