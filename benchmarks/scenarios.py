@@ -6,7 +6,8 @@
     python benchmarks/scenarios.py --dataset cifar10 --weights W.safetensors --model FOLDER   # another model and images
 
 The scenarios are those of `cafe-tta simulate --scenario NAME`, played without HTTP. The service adapts with its default
-settings and waits for each step, so that figures hardly depend on the clock. It never sees a label.
+settings and waits for each step, so that figures hardly depend on the clock. It never sees a label. Of plays with a
+window more than 2 points below the source model, the worst window is shown camera by camera.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import multiprocessing
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from cafe_tta.bench.experiments import DATASETS
 from cafe_tta.bench.source_side import SourceSide, SourceSideOptions
 from cafe_tta.serve import Service, load_settings
 from cafe_tta.simulate import SCENARIOS, images, scenarios
-from cafe_tta.simulate.scores import Scores
+from cafe_tta.simulate.scores import WINDOW, Scores
 
 CHUNK = 128  # images that are answered together
 
@@ -64,10 +65,28 @@ class Played:
     name: str
     judge: bool
     seed: int
+    weather: tuple[images.Domain, ...]
     scores: Scores
     steps: Counter[str]
     quarantined: list[str]
     seconds: float
+    source_answers: np.ndarray  # (rounds, cameras, images): of the source model
+
+    def worst_window(self) -> str:
+        """What honest cameras got in the worst window, and how many classes the source model told apart there."""
+        first = int(self.scores.windows.argmin())
+        window = slice(first, first + WINDOW)
+        images, source, served = self.scores.counts[:, window].sum(1).tolist()
+        lines = [f"{self.name}, seed {self.seed}, rounds {first} to {first + WINDOW - 1}:"]
+        for camera in scenarios.honest_cameras(self.weather):
+            answers = self.source_answers[window, camera.number].ravel()
+            most = Counter(answers.tolist()).most_common(1)[0][1]
+            i = camera.number
+            lines.append(
+                f"  {camera.name}: {served[i]} of {images[i]} right, of the source model {source[i]}, "
+                f"which answers {most} of them alike"
+            )
+        return "\n".join(lines)
 
 
 def play(world: World, name: str, judge: bool, seed: int) -> Played:
@@ -79,10 +98,12 @@ def play(world: World, name: str, judge: bool, seed: int) -> Played:
     service = Service(adapter, settings, side.grouped())
     pool = images.Images(world.images)
     scores = Scores(world.rounds, len(world.weather))
+    source_answers: list[list[np.ndarray]] = []
     service.start()
     try:
         for number, sent in enumerate(SCENARIOS[name].rounds(pool, world.weather, world.rounds, seed)):
             labels = answers(service, side, sent)
+            source_answers.append([sending.source for sending in sent if sending.honest is not None])
             for sending, given_labels in zip(sent, labels, strict=True):
                 if sending.honest is not None:
                     source = int((sending.source == sending.labels).sum())
@@ -93,7 +114,9 @@ def play(world: World, name: str, judge: bool, seed: int) -> Played:
     finally:
         service.close()
     quarantined = [c["camera"] for c in status["cameras"] if c["quarantined"]]
-    return Played(name, judge, seed, scores, Counter(status["steps"]), quarantined, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    own = (name, judge, seed, world.weather, scores, Counter(status["steps"]), quarantined, seconds)
+    return Played(*own, np.array(source_answers))
 
 
 def answers(service: Service, side: SourceSide, sent: list[scenarios.Sending]) -> list[np.ndarray]:
@@ -191,6 +214,9 @@ def main() -> None:
                 same = [p for p in found if (p.name, p.judge) == (played.name, played.judge)]
                 if len(same) == len(args.seeds):
                     print(row(played.name, played.judge, same), flush=True)
+        for played in found:
+            if played.judge and played.scores.far_below:
+                print(played.worst_window())
     if args.output:
         args.output.write_text(json.dumps([_numbers(played) for played in found], indent=1) + "\n")
 
@@ -200,8 +226,8 @@ def _job(job: tuple[World, str, bool, int]) -> Played:
 
 
 def _numbers(played: Played) -> dict[str, object]:
-    plain = replace(played, scores=None, steps=dict(played.steps)).__dict__  # type: ignore[arg-type]
-    return {**plain, "scores": played.scores.numbers()}
+    plain = {name: getattr(played, name) for name in ("name", "judge", "seed", "quarantined", "seconds")}
+    return {**plain, "steps": dict(played.steps), "scores": played.scores.numbers()}
 
 
 if __name__ == "__main__":

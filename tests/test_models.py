@@ -23,6 +23,7 @@ from cafe_tta.models import LoadedModel, Preprocessing, _torchvision, import_tor
 from cafe_tta.models.digits_resnet import DigitsResNet
 from cafe_tta.models.names import stated_classes
 from cafe_tta.options import describe
+from cafe_tta.source.recipes import RECIPES
 from cafe_tta.source.train import TrainConfig, train
 
 import_torchvision()  # before timm, which imports it
@@ -213,6 +214,38 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         models.build("cafe:digits-resnet", 0)
     with pytest.raises(ValueError, match="no architecture 'digits-resnet'; expected timm:NAME"):
         models.build("digits-resnet")
+
+
+@pytest.mark.parametrize("name", models.trained_models())
+def test_trained_models_come_with_the_project(name):
+    loaded = models.load(name)
+    assert loaded.trained and loaded.training["test_accuracy"] > 0.3
+    assert loaded.training["settings"]["recipe"] in RECIPES
+    assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+    assert models.load_classifier(models.ModelOptions(name)).classes == loaded.classes
+    assert models.trained_models()[name].stat().st_size < 5_000_000  # float16
+
+
+def test_a_trained_model_is_no_architecture(tmp_path):
+    safetensors.torch.save_file({"fc.bias": torch.zeros(10)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="cafe:cifar10 is a trained model, not an architecture; give it as the model"):
+        models.load("cafe:cifar10", weights=tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"cafe has no model 'cifar1O'; did you mean .*cafe:cifar10"):
+        models.load("cafe:cifar1O")
+
+
+def test_half_precision_files_give_float32_again(tmp_path):
+    network = models.build("cafe:digits-resnet", num_classes=10)
+    preprocessing = models.default_preprocessing("cafe:digits-resnet", network)
+    sizes = [
+        models.save(tmp_path / f"{half}.safetensors", network, "cafe:digits-resnet", preprocessing, half=half)
+        for half in (False, True)
+    ]
+    assert sizes[1] < 0.6 * sizes[0]
+    again = models.load(tmp_path / "True.safetensors").model.state_dict()
+    for tensor_name, tensor in network.state_dict().items():
+        expected = tensor.half().float() if tensor.is_floating_point() else tensor
+        assert torch.equal(again[tensor_name], expected)
 
 
 def test_a_download_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

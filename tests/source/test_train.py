@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -274,6 +275,8 @@ def test_crops_move_images_and_repeat_their_border() -> None:
         cols = (torch.arange(width) + left).clamp(0, width - 1)
         assert torch.equal(image[:2], grid[:, rows][:, :, cols])
     assert {top for top, _ in seen} == {left for _, left in seen} == set(range(-4, 5))
+    least = augmented(images, "crop", 1)
+    assert set((least[:, 0, 5, 5] - 5).tolist()) == {-1, 0, 1}
     assert augmented(images, "none") is images
     flips = (augmented(images, "crop-flip")[:, 1].diff(dim=-1).sum((1, 2)) < 0).float().mean()
     assert 0.4 < flips < 0.6
@@ -413,6 +416,47 @@ def test_smoothing_nesterov_and_warmup_reach_the_step() -> None:
             p.data -= lr * (g + 0.9 * v)
     for a, b in zip(classifier.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_rates_of_biases_and_head_and_their_decay() -> None:
+    """Two steps against the formulas: a rate of its own, and the same decay for all."""
+    images, labels = toy_data(8)
+    config = TrainConfig(
+        epochs=2, batch_size=8, lr=0.1, momentum=0.0, weight_decay=0.01, swag_epochs=0, augment="none", bias_lr=4,
+        head_lr=0.5,
+    )  # fmt: skip
+    classifier = network()
+    classifier.backbone.model[5].p = 0.0  # dropout
+    twin = copy.deepcopy(classifier).train()
+    train(classifier, images, labels, config)
+    rates = {"backbone.model.1.bias": 4.0, "head.weight": 0.5}
+    assert rates.keys() <= dict(twin.named_parameters()).keys()
+    for lr in (0.1, 0.05):  # one step an epoch, along the cosine
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(twin(images), labels), list(twin.parameters()))
+        for (name, p), gradient in zip(twin.named_parameters(), gradients, strict=True):
+            p.data -= lr * rates.get(name, 1.0) * gradient + lr * 0.01 * p.data
+    for a, b in zip(classifier.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_alternate_flips_show_both_views_in_two_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = toy_data(40)
+    images += torch.arange(10.0)  # brighter to the right
+    seen: list[dict[int, bool]] = []
+
+    def spy(batch: Tensor, *options: Any) -> Tensor:
+        made = augmented(batch, *options)
+        found = (batch.flatten(1)[:, None] == images.flatten(1)).all(-1).int().argmax(1).tolist()
+        seen.append({i: bool((view[..., -1] < view[..., 0]).all()) for i, view in zip(found, made, strict=True)})
+        return made
+
+    monkeypatch.setattr("cafe_tta.source.train.augmented", spy)
+    config = TrainConfig(epochs=4, batch_size=40, swag_epochs=0, lr=0.01, crop=1, alternate_flips=True)
+    train(network(), images, labels, config)
+    first, second, third, fourth = seen
+    assert first == third and second == fourth
+    assert second == {i: not mirrored for i, mirrored in first.items()}
+    assert 10 < sum(first.values()) < 30
 
 
 def test_bfloat16_is_of_the_products_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from cafe_tta.models.files import load as load
 from cafe_tta.models.files import save as save
 from cafe_tta.models.names import build as build
 from cafe_tta.models.names import default_preprocessing as default_preprocessing
+from cafe_tta.models.names import trained_models as trained_models
 from cafe_tta.models.options import DEVICES as DEVICES
 from cafe_tta.models.options import Model as Model
 from cafe_tta.models.options import ModelOptions as ModelOptions

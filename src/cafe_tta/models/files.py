@@ -24,6 +24,7 @@ from cafe_tta.models.names import (
     is_own,
     num_classes_of,
     stated_classes,
+    trained_models,
 )
 from cafe_tta.models.preprocessing import Preprocessing, Rgb
 
@@ -58,17 +59,22 @@ def load(
 ) -> LoadedModel:
     """A model, ready to use, from its name or from a file.
 
-    `spec` is timm:NAME, torchvision:NAME, cafe:NAME, package.module:NAME for an nn.Module of your own (or a function
-    or class that makes one), or the path of a file that `save` made. A file of plain weights
-    (safetensors, or a state dict that torch.save wrote) does not say what it is the weights of: give the name, and the
-    file as `weights`. `size`, `mean` and `std` replace what the library or the file says about preprocessing; with a
-    `size`, images are resized to it without a crop. `classes` is a file of their names, instead of those that the
-    library or the file knows. With `new_head`, the weights of a file go into all but the last layer, which is new and
-    has `num_classes` outputs: the start of training for other classes.
+    `spec` is timm:NAME, torchvision:NAME, cafe:NAME, package.module:NAME for an nn.Module of your own (or a function or
+    class that makes one), or the path of a file that `save` made. Some names of cafe: are trained models that come with
+    this project (`trained_models`), the others architectures. A file of plain weights (safetensors, or a state dict
+    that torch.save wrote) does not say what it is the weights of: give the name, and the file as `weights`. `size`,
+    `mean` and `std` replace what the library or the file says about preprocessing; with a `size`, images are resized to
+    it without a crop. `classes` is a file of their names, instead of those that the library or the file knows. With
+    `new_head`, the weights of a file go into all but the last layer, which is new and has `num_classes` outputs: the
+    start of training for other classes.
 
     >>> load("cafe:digits-resnet").preprocessing.size
     32
+    >>> load("cafe:cifar10").classes[:3]
+    ('airplane', 'automobile', 'bird')
     """
+    if weights is None and not pretrained and isinstance(spec, str):
+        spec = trained_models().get(spec, spec)
     if new_head and (weights is None or num_classes is None):
         raise ValueError("expected `new_head` with `weights` of a named architecture and `num_classes`")
     if weights is not None and pretrained:
@@ -129,12 +135,16 @@ def save(
     preprocessing: Preprocessing,
     classes: Sequence[str] | None = None,
     training: Mapping[str, Any] | None = None,
+    half: bool = False,
 ) -> int:
     """Writes a model, or a `SplitClassifier` made of one, to a file that `load` reads. Returns its size in bytes.
 
-    `training` is what is known of its training, as JSON: `LoadedModel.training` has it again.
+    `training` is what is known of its training, as JSON: `LoadedModel.training` has it again. With `half`, the weights
+    are rounded to float16, in half the space; `load` gives float32 again.
     """
     tensors = _plain_tensors(model)
+    if half:
+        tensors = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     num_classes = model.num_classes if isinstance(model, SplitClassifier) else num_classes_of(model, architecture)
     if classes is not None and len(classes) != num_classes:
         raise ValueError(f"expected the names of {num_classes} classes, but got {len(classes)}")

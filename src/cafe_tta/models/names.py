@@ -24,6 +24,7 @@ from cafe_tta.models.preprocessing import CIFAR, IMAGENET, IMAGENET_MEAN, IMAGEN
 from cafe_tta.normalisation import batchnorm_layers
 
 NAMES = "timm:NAME, torchvision:NAME, cafe:NAME, or package.module:function for an nn.Module of your own"
+_TRAINED = Path(__file__).parent / "trained"  # models that come with this project, in files like those of `save`
 
 
 def build(
@@ -75,6 +76,15 @@ def num_classes_of(model: nn.Module, architecture: str) -> int:
     if number < 1:
         raise ValueError(f"{architecture} has no head that tells classes apart; give `num_classes`")
     return number
+
+
+def trained_models() -> dict[str, Path]:
+    """The trained models that come with this project, by name, and their files.
+
+    >>> "cafe:cifar10" in trained_models()
+    True
+    """
+    return {f"cafe:{path.stem}": path for path in sorted(_TRAINED.glob("*.safetensors"))}
 
 
 def is_name(spec: str | os.PathLike[str]) -> bool:
@@ -237,7 +247,12 @@ _OWN = {
 
 def _build_cafe(name: str, num_classes: int | None, pretrained: bool, size: int | None) -> nn.Module:
     if name not in _OWN:
-        raise _unknown("cafe", name, list(_OWN))
+        trained = [known.removeprefix("cafe:") for known in trained_models()]
+        if name in trained:
+            raise ValueError(
+                f"cafe:{name} is a trained model, not an architecture; give it as the model, without weights"
+            )
+        raise _unknown("cafe", name, [*_OWN, *trained])
     if pretrained:
         raise ValueError(f"cafe:{name} has no weights to download; give a file as `weights`")
     return _OWN[name].make(_OWN[name].num_classes if num_classes is None else num_classes)

@@ -19,11 +19,11 @@ class Scores:
     """
 
     def __init__(self, rounds: int, cameras: int) -> None:
-        self._counts = np.zeros((3, rounds, cameras), dtype=np.int64)  # images, right of the source model, right served
+        self.counts = np.zeros((3, rounds, cameras), dtype=np.int64)  # images, right of the source model, right served
 
     def add(self, number: int, camera: int, images: int, source: int, served: int) -> None:
         """Adds the answers to some images of a camera in a round."""
-        self._counts[:, number, camera] += images, source, served
+        self.counts[:, number, camera] += images, source, served
 
     @property
     def source_accuracy(self) -> float:
@@ -35,12 +35,12 @@ class Scores:
         return self._percent(2)
 
     def _percent(self, row: int) -> float:
-        return float(100 * self._counts[row].sum() / max(1, self._counts[0].sum()))
+        return float(100 * self.counts[row].sum() / max(1, self.counts[0].sum()))
 
     @property
     def windows(self) -> np.ndarray:
         """Points above the source model in every window of 8 rounds, over all cameras."""
-        return _gains(_windows(self._counts.sum(2)))
+        return _gains(_windows(self.counts.sum(2)))
 
     @property
     def worst(self) -> float:
@@ -55,7 +55,7 @@ class Scores:
     @property
     def by_camera(self) -> np.ndarray:
         """Points above the source model, of each camera over all rounds."""
-        return _gains(self._counts.sum(1))
+        return _gains(self.counts.sum(1))
 
     def numbers(self) -> dict[str, Any]:
         """All of it, for a JSON file."""

@@ -6,7 +6,7 @@ are collected for SWAG. The mean of the collected weights is the source classifi
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from cafe_tta import storage
 from cafe_tta.classifier import SplitClassifier, require_classifier
+from cafe_tta.normalisation import NORM_LAYERS
 from cafe_tta.options import Options, option
 from cafe_tta.source.swag import Posterior, SwagCollector, recompute_batchnorm
 
 CHECKPOINT_VERSION = 1
-PADDING = 4  # pixels that a random crop may move an image
+CROP = 4  # pixels that a random crop may move an image
 Augmentation = Literal["crop-flip", "crop", "none"]
 Precision = Literal["float32", "bfloat16"]
 NEWER = {  # settings that older files lack, as they were then
@@ -31,6 +32,10 @@ NEWER = {  # settings that older files lack, as they were then
     "nesterov": False,
     "label_smoothing": 0.0,
     "precision": "float32",
+    "crop": CROP,
+    "alternate_flips": False,
+    "bias_lr": 1.0,
+    "head_lr": 1.0,
 }
 
 
@@ -65,6 +70,22 @@ class TrainConfig(Options):
     collections_per_epoch: int = option(4, "Times that weights are collected in a SWAG epoch.", least=1)
     augment: Augmentation = option(  # the paper does not say; this is usual for CIFAR
         "crop-flip", "Augmentation of the images: crop-flip, crop or none. Digits must not be flipped."
+    )
+    crop: int = option(CROP, "Pixels that an augmented image may be moved, each way.", least=0)
+    alternate_flips: bool = option(
+        False,
+        "With crop-flip: mirror each image in every other epoch, not at random, so that two epochs show both views.",
+    )
+    bias_lr: float = option(
+        1.0,
+        "Learning rate of the normalisation layers' biases, as a multiple of `lr`. They decay no faster for it.",
+        above=0,
+    )
+    head_lr: float = option(
+        1.0,
+        "Learning rate of the head's weights, as a multiple of `lr`: small where the features are large. They decay no "
+        "slower for it.",
+        above=0,
     )
     precision: Precision = option(
         "float32",
@@ -189,20 +210,23 @@ def collect_swag(
     return posterior
 
 
-def augmented(images: Tensor, kind: Augmentation) -> Tensor:
-    """Every image moved by up to 4 pixels each way, its border repeated; "crop-flip" also mirrors half of them.
+def augmented(images: Tensor, kind: Augmentation, crop: int = CROP, mirrored: Tensor | None = None) -> Tensor:
+    """Every image moved by up to `crop` pixels each way, its border repeated; "crop-flip" also mirrors half of them.
 
-    The border is repeated, not black, because black is an unknown value after normalisation.
+    Those that are `mirrored` (B,), or others at random. The border is repeated, not black, because black is an unknown
+    value after normalisation.
     """
     if kind == "none":
         return images
     size, channels, height, width = images.shape
     device = images.device
-    shifts = partial(torch.randint, -PADDING, PADDING + 1, (size, 1), device=device)
+    shifts = partial(torch.randint, -crop, crop + 1, (size, 1), device=device)
     rows = torch.arange(height, device=device) + shifts()  # (B, H)
     cols = torch.arange(width, device=device) + shifts()  # (B, W)
     if kind == "crop-flip":
-        cols = torch.where(torch.rand(size, 1, device=device) < 0.5, cols.flip(1), cols)
+        if mirrored is None:
+            mirrored = torch.rand(size, device=device) < 0.5
+        cols = torch.where(mirrored[:, None].to(device), cols.flip(1), cols)
     rows, cols = rows.clamp(0, height - 1), cols.clamp(0, width - 1)
     pixels = (rows[:, :, None] * width + cols[:, None, :]).reshape(size, 1, -1)  # (B, 1, H·W)
     moved = images.reshape(size, channels, -1).gather(2, pixels.expand(-1, channels, -1))
@@ -224,11 +248,14 @@ class _Run:
         self.parameters = [p for p in classifier.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the classifier has nothing to train: none of its parameters requires a gradient")
+        self.rates = _rates(classifier, config)  # of each parameter, as a multiple of the learning rate
         self.optimizer = torch.optim.SGD(
-            self.parameters,
+            [
+                {"params": [p], "weight_decay": config.weight_decay / rate}
+                for p, rate in zip(self.parameters, self.rates, strict=True)
+            ],
             lr=config.lr,
             momentum=config.momentum,
-            weight_decay=config.weight_decay,
             nesterov=config.nesterov,
         )
         self.data: dict[str, Any] = {}
@@ -242,16 +269,17 @@ class _Run:
         total, hits, lr = 0.0, 0, 0.0
         self.classifier.train()
         with _seeded(config.seed, self.epoch, self.images.device, self._like.device):
-            for step, (images, labels) in enumerate(self._batches(), start=1):
+            for step, chosen in enumerate(self._order(), start=1):
                 lr = config.learning_rate(self.epoch + (step - 1) / steps)
-                logits = self._logits(augmented(images, config.augment).to(self._like))
-                labels = labels.to(self._like.device)
+                images = augmented(self._images(chosen), config.augment, config.crop, self._mirrored(chosen))
+                logits = self._logits(images.to(self._like))
+                labels = self._labels(chosen).to(self._like.device)
                 loss = nn.functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
                 value = loss.item()
                 if not math.isfinite(value):
                     raise self._diverged(f"the loss became {value}", lr)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
+                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                    group["lr"] = lr * rate
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 self.optimizer.step()
@@ -279,9 +307,9 @@ class _Run:
         posterior = None
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
-            for images, labels in self._batches():
-                yield images, labels
-                advance(len(images))
+            for chosen in self._order():
+                yield self._images(chosen), self._labels(chosen)
+                advance(len(chosen))
 
         with _seeded(self.config.seed, self.epoch, self.images.device, self._like.device):
             if self.config.swag_epochs:
@@ -298,11 +326,23 @@ class _Run:
                 advance(len(logits))
         return TrainResult(posterior, tuple(self.losses), tuple(self.accuracies), hits / len(self.images))
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _order(self) -> Sequence[Tensor]:
         """All images in random order, in batches of nearly the same size: a last batch of one would stop BatchNorm."""
-        order = torch.randperm(len(self.images))
-        for chosen in order.tensor_split(_num_steps(len(self.images), self.config)):
-            yield self.images[chosen.to(self.images.device)], self.labels[chosen.to(self.labels.device)]
+        return torch.randperm(len(self.images)).tensor_split(_num_steps(len(self.images), self.config))
+
+    def _images(self, chosen: Tensor) -> Tensor:
+        return self.images[chosen.to(self.images.device)]
+
+    def _labels(self, chosen: Tensor) -> Tensor:
+        return self.labels[chosen.to(self.labels.device)]
+
+    def _mirrored(self, chosen: Tensor) -> Tensor | None:
+        """Which of these images are mirrored in this epoch: half of them at first, then the others, and so on."""
+        if not self.config.alternate_flips:
+            return None
+        generator = torch.Generator().manual_seed(self.config.seed)
+        at_first = torch.rand(len(self.images), generator=generator) < 0.5
+        return at_first[chosen] ^ bool(self.epoch % 2)
 
     def _diverged(self, what: str, lr: float) -> RuntimeError:
         option = "lr" if self.epoch < self.config.epochs else "swag_lr"
@@ -387,6 +427,13 @@ def epochs_done(checkpoint: Path) -> int:
 
 def _part(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _rates(classifier: SplitClassifier, config: TrainConfig) -> list[float]:
+    """The learning rate of every parameter that is trained, as a multiple of the run's."""
+    norms = (module for module in classifier.modules() if isinstance(module, NORM_LAYERS))
+    own = {getattr(module, "bias", None): config.bias_lr for module in norms} | {classifier.head.weight: config.head_lr}
+    return [own.get(parameter, 1.0) for parameter in classifier.parameters() if parameter.requires_grad]
 
 
 def _num_steps(images: int, config: TrainConfig) -> int:

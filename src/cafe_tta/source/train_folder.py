@@ -170,7 +170,7 @@ class TrainingRun:
         if labels is None:
             raise ValueError(f"expected labelled images to test on, but {self.test}: {reason}")
         loader = Loader(imageset, model.preprocessing, self.config.batch_size, labels=labels, workers=workers)
-        return _accuracy(model.classifier, loader)
+        return accuracy(model.classifier, loader)
 
 
 _RESULTS = ("model.safetensors", "posterior.safetensors")
@@ -199,7 +199,7 @@ def _read_all(loader: Loader) -> tuple[Tensor, Tensor]:
     return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
-def _accuracy(classifier: SplitClassifier, loader: Loader) -> float:
+def accuracy(classifier: SplitClassifier, loader: Loader) -> float:
     hits, total = 0, 0
     for images, labels in loader:
         with torch.no_grad():
