@@ -76,6 +76,18 @@ def test_a_group_that_clustering_cannot_split_is_cut_evenly():
     assert max(map(len, groups)) <= 8 and len(torch.cat(groups).unique()) == 50
 
 
+def test_a_feature_that_hardly_varies_does_not_make_the_loss_explode():
+    """Its source eigenvalue is floored, that of the batch is not: tr C⁻¹ of source images themselves would be huge."""
+    features = torch.randn(4096, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    features[:, 2] *= 1e-4
+    stats = cafe.FeatureStats.from_features(features)
+    grouped = stats.group(num_groups=2)
+    assert grouped.meta["dead_dims"] == 1
+    assert cafe.losses.alignment(features[:512], grouped) < 0.1
+    kept = cafe.SourceStats(stats.mean, [torch.arange(6)], [stats.cov])  # as if it were a feature like the others
+    assert cafe.losses.alignment(features[:512], kept) > 1e4
+
+
 def test_dead_dimensions_are_left_out_and_counted():
     features = torch.randn(100, 6, generator=torch.Generator().manual_seed(0))
     features[:, [1, 4]] = 0.5

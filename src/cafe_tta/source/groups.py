@@ -8,8 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# A dimension whose variance is below this share of the largest one does not vary but for rounding.
-DEAD_SHARE = 1e-12
+# A dimension whose variance is below this share of the largest one counts as dead. Its eigenvalue would be floored for
+# the source but not for the batch, and tr C⁻¹ would ask the network to make it vary, at any price.
+DEAD_SHARE = 1e-6
 
 
 def correlation(cov: Tensor) -> Tensor:
@@ -24,7 +25,7 @@ def correlation(cov: Tensor) -> Tensor:
 
 
 def dead_dims(cov: Tensor) -> Tensor:
-    """Which dimensions do not vary at all: they have no correlation, and no group. (D,) bool"""
+    """Which dimensions vary hardly or not at all: they are in no group. (D,) bool"""
     variance = cov.diagonal()
     return variance <= DEAD_SHARE * variance.max().clamp(min=0)
 
