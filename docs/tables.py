@@ -9,10 +9,12 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from cafe_tta.bench import paper
 from cafe_tta.bench.experiments import Row, labelled
@@ -54,7 +56,8 @@ EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 
 RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "rivals-cifar10-ttac", "unmix-cifar10-online")
 SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
 # By a network whose modes agree:
-AGREE, AGREE_SEARCHED, AGREE_TUNED = "agree-cifar10-online", "agree-rates-held-out", "agree-cifar10-tuned"
+AGREE, AGREE_OFFLINE, AGREE_CLEAN = "agree-cifar10-online", "agree-cifar10-offline", "agree-cifar10-clean"
+AGREE_RIVALS, AGREE_GROUPS, AGREE_PLUS = "agree-cifar10-rivals", "agree-groups-held-out", "agree-plus-held-out"
 
 
 @cache
@@ -150,30 +153,40 @@ def by_method(source: Column, *fields: Field) -> str:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """That one row is better than another, on the records of some folders."""
+class Stream:
+    """What a claim is looked at on: the records of some folders."""
 
-    text: str
-    stream: str
-    row: str
-    than: str
+    title: str
     folders: tuple[str, ...]
-    value: Value = accuracy
-    lower: bool = False  # is better
     compared: bool = True  # with the paper's difference
 
-    def line(self) -> tuple[str, ...]:
-        source = column(*self.folders)
-        differences, image = paired(source, self.row, self.than, self.value)
-        interval = image.interval if image and self.value is accuracy else by_seed(list(differences.values()))
-        mean = statistics.fmean(differences.values())
-        how = "by image" if image and self.value is accuracy else "by seed"
-        found = f"{mean:+.2f} {interval.text()} {how}, {_seeds(differences)}" if interval else f"{mean:+.2f}, one seed"
-        return self.text, self.stream, self._printed(source), found, self.verdict(mean, interval)
+
+@dataclass(frozen=True)
+class Claim:
+    """That one row is better than another."""
+
+    text: str
+    row: str
+    than: str
+    streams: tuple[Stream, ...]
+    value: Value = accuracy
+    lower: bool = False  # is better
+
+    def lines(self) -> Iterator[tuple[str, ...]]:
+        for number, stream in enumerate(self.streams):
+            source = column(*stream.folders)
+            differences, image = paired(source, self.row, self.than, self.value)
+            interval = image.interval if image and self.value is accuracy else by_seed(list(differences.values()))
+            mean = statistics.fmean(differences.values())
+            how = "by image" if image and self.value is accuracy else "by seed"
+            seeds = "one seed" if len(differences) == 1 else f"{len(differences)} seeds"
+            found = f"{mean:+.2f} {interval.text()} {how}, {seeds}" if interval else f"{mean:+.2f}, one seed"
+            theirs = self._printed(source) if stream.compared else "–"
+            yield "" if number else self.text, stream.title, theirs, found, self.verdict(mean, interval)
 
     def _printed(self, source: Column) -> str:
         """The paper's difference, where it prints both rows."""
-        if self.value is not accuracy or not self.compared:
+        if self.value is not accuracy:
             return "–"
         ours, theirs = (printed(source, Row(label, label, None)) for label in (self.row, self.than))
         both = isinstance(ours, paper.Accuracy) and isinstance(theirs, paper.Accuracy)
@@ -188,91 +201,57 @@ class Claim:
         return "yes" if holds else "no, the opposite"
 
 
-def _seeds(differences: Mapping[int, float]) -> str:
-    return "one seed" if len(differences) == 1 else f"{len(differences)} seeds"
-
-
 def _distance(record: Record) -> float | None:
     return record.frechet_after
 
 
-AGREEING = "CIFAR-10 mixed, online, [modes agree](agree.md)"
-SEARCHED_RATES, BOTH = f"{AGREEING}, searched rates", (AGREE, AGREE_TUNED)
-CAFE_SEARCHED = "cafe(lr=0.0003)"
-MIXED, ONLINE, SEPARATED = "CIFAR-10 mixed, offline", "CIFAR-10 mixed, online", "CIFAR-10 separated, 1,000 images each"
-SVHN, CIFAR100 = "SVHN to MNIST, offline", "CIFAR-100 mixed, offline"
-OFFLINE = ("cifar10-mixed",)
+AGREEING = "[modes agree](agree.md)"
+OFFLINE = Stream("CIFAR-10 mixed, offline", ("cifar10-mixed",))
+ONLINE = Stream("CIFAR-10 mixed, online", RIVALS)
+OTHER_ONLINE = Stream(f"{ONLINE.title}, {AGREEING}", (AGREE,), compared=False)
+OTHER_OFFLINE = Stream(f"{OFFLINE.title}, {AGREEING}", (AGREE_OFFLINE,), compared=False)
+SEPARATED = Stream("CIFAR-10 separated, 1,000 images each", ("cifar10-separated",))
+CLEAN = (
+    Stream("CIFAR-10 clean, offline", ("cifar10-gate-same",)),
+    Stream("CIFAR-10 clean, online", ("unmix-cifar10-clean",), compared=False),
+    Stream(f"CIFAR-10 clean, online, {AGREEING}", (AGREE_CLEAN,), compared=False),
+)
+CIFAR100 = Stream("CIFAR-100 mixed, offline", ("cifar100-mixed",))
+CIFAR100_NOW = Stream("CIFAR-100 mixed, offline", ("unmix-cifar100",))
+IMAGENET = Stream("ImageNet mixed, 1,000 images", ("imagenet-mixed",))
+MNIST = Stream("SVHN to MNIST, offline", ("svhn-mnist-all",))
+MNIST_NOW = Stream("SVHN to MNIST, offline", ("unmix-svhn-mnist",))
+MIXED = (OFFLINE, ONLINE, OTHER_OFFLINE, OTHER_ONLINE)
+DISTANCES = (OFFLINE, OTHER_OFFLINE, SEPARATED)
 CLAIMS = (
-    Claim("CAFe is better than Infomax", MIXED, "cafe", "infomax", OFFLINE),
-    Claim("", ONLINE, "cafe", "infomax", RIVALS),
-    Claim("", AGREEING, "cafe", "infomax", (AGREE,), compared=False),
-    Claim("", SEARCHED_RATES, CAFE_SEARCHED, "infomax(lr=0.0003)", BOTH, compared=False),
-    Claim("", CIFAR100, "cafe", "infomax", ("cifar100-mixed",)),
-    Claim("", "ImageNet mixed, 1,000 images", "cafe", "infomax", ("imagenet-mixed",)),
-    Claim("", SVHN, "cafe", "infomax", ("svhn-mnist-all",)),
-    Claim("CAFe is better than AdaBN", MIXED, "cafe", "adabn", OFFLINE),
-    Claim("", ONLINE, "cafe", "adabn", RIVALS),
-    Claim("", AGREEING, "cafe", "adabn", (AGREE,), compared=False),
-    Claim("", SEARCHED_RATES, CAFE_SEARCHED, "adabn", BOTH, compared=False),
-    Claim("CAFe is better than T3A", MIXED, "cafe", "t3a", OFFLINE),
-    Claim("", ONLINE, "cafe", "t3a", RIVALS),
-    Claim("", AGREEING, "cafe", "t3a", (AGREE,), compared=False),
-    Claim("CAFe is better than Tent", MIXED, "cafe", "tent", OFFLINE),
-    Claim("", ONLINE, "cafe", "tent", RIVALS),
-    Claim("", AGREEING, "cafe", "tent", (AGREE,), compared=False),
-    Claim("CAFe is better than BACS", MIXED, "cafe", "bacs", OFFLINE),
-    Claim("", ONLINE, "cafe", "bacs", RIVALS),
-    Claim("", AGREEING, "cafe", "bacs", (AGREE,), compared=False),
-    Claim("CAFe is better than FR", MIXED, "cafe", "fr", OFFLINE),
-    Claim("", ONLINE, "cafe", "fr", RIVALS),
-    Claim("", AGREEING, "cafe", "fr", (AGREE,), compared=False),
-    Claim("CAFe is better than the model as trained", MIXED, "cafe", "source", OFFLINE),
-    Claim("", ONLINE, "cafe", "source", RIVALS),
-    Claim("", AGREEING, "cafe", "source", (AGREE,), compared=False),
-    Claim("", SEARCHED_RATES, CAFE_SEARCHED, "source", BOTH, compared=False),
-    Claim("Covariances of groups are better than single dimensions", MIXED, "cafe", "cafe-dimwise", OFFLINE),
-    Claim("", ONLINE, "cafe", "cafe-dimwise", RIVALS),
-    Claim("", AGREEING, "cafe", "cafe-dimwise", (AGREE,), compared=False),
-    Claim("Single dimensions are better than groups", SVHN, "cafe-dimwise", "cafe", ("unmix-svhn-mnist",)),
-    Claim("Infomax helps CAFe", MIXED, "cafe", "cafe-no-infomax", OFFLINE),
-    Claim("", ONLINE, "cafe", "cafe-no-infomax", RIVALS),
-    Claim("", AGREEING, "cafe", "cafe-no-infomax", (AGREE,), compared=False),
-    Claim(
-        "On clean images, CAFe costs accuracy",
-        "CIFAR-10 clean, offline",
-        "cafe",
-        "source",
-        ("cifar10-gate-same",),
-        lower=True,
-    ),
-    Claim("", "CIFAR-10 clean, online", "cafe", "source", ("unmix-cifar10-clean",), lower=True, compared=False),
-    Claim("Fréchet distance: CAFe ends below the model", MIXED, "cafe", "source", OFFLINE, _distance, lower=True),
-    Claim("", SEPARATED, "cafe", "source", ("cifar10-separated",), _distance, lower=True),
-    Claim("… below Infomax", MIXED, "cafe", "infomax", OFFLINE, _distance, lower=True),
-    Claim("", SEPARATED, "cafe", "infomax", ("cifar10-separated",), _distance, lower=True),
-    Claim("… below CAFe on single dimensions", MIXED, "cafe", "cafe-dimwise", OFFLINE, _distance, lower=True),
-    Claim("", SEPARATED, "cafe", "cafe-dimwise", ("cifar10-separated",), _distance, lower=True),
-    Claim("… below CAFe without infomax", MIXED, "cafe", "cafe-no-infomax", OFFLINE, _distance, lower=True),
+    Claim("CAFe is better than Infomax", "cafe", "infomax", (*MIXED, CIFAR100, IMAGENET, MNIST)),
+    Claim("CAFe is better than AdaBN", "cafe", "adabn", MIXED),
+    Claim("CAFe is better than T3A", "cafe", "t3a", MIXED),
+    Claim("CAFe is better than Tent", "cafe", "tent", MIXED),
+    Claim("CAFe is better than BACS", "cafe", "bacs", MIXED),
+    Claim("CAFe is better than FR", "cafe", "fr", MIXED),
+    Claim("CAFe is better than the model as trained", "cafe", "source", MIXED),
+    Claim("Covariances of groups are better than single dimensions", "cafe", "cafe-dimwise", MIXED),
+    Claim("Single dimensions are better than groups", "cafe-dimwise", "cafe", (MNIST_NOW,)),
+    Claim("Infomax helps CAFe", "cafe", "cafe-no-infomax", MIXED),
+    Claim("On clean images, CAFe costs accuracy", "cafe", "source", CLEAN, lower=True),
+    Claim("Fréchet distance: CAFe ends below the model", "cafe", "source", DISTANCES, _distance, lower=True),
+    Claim("… below Infomax", "cafe", "infomax", DISTANCES, _distance, lower=True),
+    Claim("… below CAFe on single dimensions", "cafe", "cafe-dimwise", DISTANCES, _distance, lower=True),
+    Claim("… below CAFe without infomax", "cafe", "cafe-no-infomax", DISTANCES[:2], _distance, lower=True),
 )
 OURS = (
-    Claim("`unmix` is better than the model", ONLINE, "unmix", "source", RIVALS),
-    Claim("", AGREEING, "unmix", "source", (AGREE,)),
-    Claim("`unmix` is better than CAFe", ONLINE, "unmix", "cafe", RIVALS),
-    Claim("", AGREEING, "unmix", "cafe", (AGREE,)),
-    Claim("`cafe-plus` is better than CAFe", ONLINE, "cafe-plus", "cafe", RIVALS),
-    Claim("", AGREEING, "cafe-plus", "cafe", (AGREE,)),
-    Claim("", "SVHN to MNIST, offline", "cafe-plus", "cafe", ("unmix-svhn-mnist",)),
-    Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "cafe", ("unmix-cifar100",)),
-    Claim("`cafe-plus` is better than `unmix`", ONLINE, "cafe-plus", "unmix", RIVALS),
-    Claim("", AGREEING, "cafe-plus", "unmix", (AGREE,)),
-    Claim("", "CIFAR-100 mixed, offline", "cafe-plus", "unmix", ("unmix-cifar100",)),
-    Claim("`cafe-plus` is better than ActMAD", ONLINE, "cafe-plus", "actmad", RIVALS),
+    Claim("`unmix` is better than the model", "unmix", "source", (ONLINE, OTHER_ONLINE)),
+    Claim("`unmix` is better than CAFe", "unmix", "cafe", (ONLINE, OTHER_ONLINE)),
+    Claim("`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (ONLINE, OTHER_ONLINE, MNIST_NOW, CIFAR100_NOW)),
+    Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (ONLINE, OTHER_ONLINE, CIFAR100_NOW)),
+    Claim("`cafe-plus` is better than ActMAD", "cafe-plus", "actmad", (ONLINE,)),
 )
 
 
 def claims_table(claims: Sequence[Claim], stub: str) -> str:
     head = (stub, "stream", "the paper's difference", "here: difference, 95 % interval", "verdict")
-    lines = [head, ("---", "---", "---:", "---:", "---"), *(claim.line() for claim in claims)]
+    lines = [head, ("---", "---", "---:", "---:", "---"), *(line for claim in claims for line in claim.lines())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -670,6 +649,44 @@ def rivals_offline_table() -> str:
     return by_method(source, *qualities(source))
 
 
+def agree_clean_table() -> str:
+    source = column(AGREE_CLEAN)
+    against = {row.label: difference(source, row.label, "source") for row in rows(source.records)}
+    return by_method(source, share("clean %", AGREE_CLEAN), Field("against the model, points", against))
+
+
+def agree_plus_table() -> str:
+    """`cafe-plus` with other options, on held-out corruptions."""
+    source = column(AGREE_PLUS)
+    lines = rows(source.records)
+    against = {row.label: difference(source, row.label, "unmix") for row in lines}
+    return by_method(source, share("accuracy %", AGREE_PLUS), Field("against unmix, points", against))
+
+
+def agree_stream_table() -> str:
+    """How rows that unmix differ from `unmix` as the stream goes on."""
+    source, quarters = column(AGREE, AGREE_RIVALS), ("first", "second", "third", "last")
+    base = np.array(source.of("unmix")[0].stream)
+    labels = ("cafe-plus", RECIPE_INFOMAX, "tent(normalisation=unmix)", "roid(normalisation=unmix)")
+    changes = {label: 100 * (np.array(source.of(label)[0].stream) - base) for label in labels}
+    fields = [
+        Field(
+            f"{quarter} quarter",
+            {label: f"{np.array_split(change, 4)[number].mean():+.2f}" for label, change in changes.items()},
+        )
+        for number, quarter in enumerate(quarters)
+    ]
+    return grid("method", {label: label for label in labels}, fields)
+
+
+def agree_groups_table() -> str:
+    source = column(AGREE_GROUPS)
+    labels = {row.label: str(source.of(row.label)[0].num_groups) for row in rows(source.records)}
+    widest = counted("widest group", AGREE_GROUPS, lambda record: max(record.source["group_sizes"]))
+    return grid("k", labels, [share("accuracy %", AGREE_GROUPS, bold=False), widest])
+
+
+RECIPE_INFOMAX = "infomax(normalisation=unmix,lr=0.002,max_change=0.0005,answer=before)"
 LOSSES = ("infomax", "cafe", "actmad", "unmix", "cafe-plus")
 TABLES: dict[str, Callable[[], str]] = {
     "claims": lambda: claims_table(CLAIMS, "the paper's claim"),
@@ -703,9 +720,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals_table,
     "rivals-offline": rivals_offline_table,
     "rates": lambda: rates_table(SEARCHED),
-    "agree": lambda: by_method(column(AGREE), *qualities(column(AGREE))),
-    "agree-rates": lambda: rates_table(AGREE_SEARCHED),
-    "agree-tuned": lambda: by_method(column(AGREE_TUNED), share("accuracy %", AGREE_TUNED)),
+    "agree": lambda: by_method(column(AGREE, AGREE_RIVALS), *qualities(column(AGREE, AGREE_RIVALS))),
+    "agree-offline": lambda: by_method(
+        column(AGREE_OFFLINE), *qualities(column(AGREE_OFFLINE)), frechet(AGREE_OFFLINE, bold=False)
+    ),
+    "agree-clean": agree_clean_table,
+    "agree-losses": lambda: losses_table(
+        [AGREE], ["adabn", "infomax", "cafe-no-infomax", "cafe", "unmix", "cafe-plus"]
+    ),
+    "agree-groups": agree_groups_table,
+    "agree-plus": agree_plus_table,
+    "agree-stream": agree_stream_table,
     "tuned": tuned_table,
 }
 

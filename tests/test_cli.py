@@ -432,7 +432,7 @@ def test_a_recipe_with_some_of_its_options_changed(tmp_path):
     settings = json.loads((tmp_path / "train.json").read_text())["settings"]
     assert (settings["recipe"], settings["model"], settings["mean"]) == ("svhn", "cafe:cifar-cnn", "0.5,0.5,0.5")
     assert (settings["epochs"], settings["swag_epochs"]) == (1, 0)
-    assert (settings["batch_size"], settings["nesterov"], settings["label_smoothing"]) == (512, True, 0.1)
+    assert (settings["batch_size"], settings["nesterov"], settings["label_smoothing"]) == (512, True, 0.2)
     wrong = run("train", "--recipe", "cifar", "--data", "digits:test", "--output", tmp_path, code=2)
     assert "unknown recipe 'cifar'" in wrong.stderr and "choose from: cifar10, cifar10-resnet26" in wrong.stderr
 

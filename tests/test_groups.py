@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import cafe_tta as cafe
 from cafe_tta.source.groups import correlation, dead_dims, group_features
+from cafe_tta.source.images import SourceWarning
 
 
 def block_cov(sizes, inside=0.8, seed=0):
@@ -86,6 +87,14 @@ def test_a_feature_that_hardly_varies_does_not_make_the_loss_explode():
     assert cafe.losses.alignment(features[:512], grouped) < 0.1
     kept = cafe.SourceStats(stats.mean, [torch.arange(6)], [stats.cov])  # as if it were a feature like the others
     assert cafe.losses.alignment(features[:512], kept) > 1e4
+
+
+def test_features_that_are_copies_of_one_another_are_warned_of():
+    features = torch.randn(2048, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cafe.FeatureStats.from_features(features).group(num_groups=2)  # no warning
+    features[:, 3] = features[:, 2] + 1e-6 * features[:, 3]
+    with pytest.warns(SourceWarning, match=r"source batches of 512 images themselves have an alignment loss of .*e\+0"):
+        cafe.FeatureStats.from_features(features).group(num_groups=2)
 
 
 def test_dead_dimensions_are_left_out_and_counted():

@@ -10,7 +10,7 @@ The alignment loss would not do: it depends on the size of the batch, and C⁻¹
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ SAMPLES_PER_DIM = 2.0  # small batches are padded as by CAFe's defaults
 MIN_IMAGES = 16  # covariance and threshold are meaningless for fewer
 DRIFT_IMAGES = 8  # whose mean drift is told of, however many there are; fewer have none
 MARGIN = 1.5
+TOLERATED = (
+    50  # times the loss that Gaussian features would have, before a combination of features counts as degenerate
+)
+ENOUGH = 128  # images: in smaller batches, a feature that is mostly 0 may not vary by chance
 
 
 class _Statistics(GroupedStatistics, Protocol):
@@ -141,3 +145,23 @@ def calibrate(sample: Tensor, source: _Statistics, eigenvalue_floor: float = EIG
         draws = (torch.randperm(len(sample), generator=generator)[:size] for _ in range(DRAWS))
         largest[str(size)] = max(reference.alignment(sample[rows]) for rows in draws)
     return {"eigenvalue_floor": eigenvalue_floor, "largest": largest}
+
+
+def describe_degenerate(alignment: Mapping[str, Any], widths: Sequence[int]) -> str:
+    """What is wrong where batches of the source itself are far from the source; empty where they are not.
+
+    A batch of n Gaussian features in a group of d has an expected loss of d (d + 3) / 4n. Far more than that means that
+    some combination of features hardly varies: C⁻¹ is huge in that direction.
+
+    >>> describe_degenerate({"largest": {"256": 0.4, "512": 0.2}}, [16, 16])
+    ''
+    """
+    size, found = max(((int(size), loss) for size, loss in alignment["largest"].items()), default=(0, 0.0))
+    expected = sum(width * (width + 3) for width in widths) / (4 * max(size, 1) * len(widths))
+    if size < ENOUGH or found <= TOLERATED * expected:
+        return ""
+    return (
+        f"source batches of {size} images themselves have an alignment loss of {found:.2g}, where about "
+        f"{expected:.2g} is expected: some combination of features hardly varies, and `cafe` would move the model far "
+        "to make it vary; use cafe-plus, whose steps are clipped, or give `cafe` a `max_change`"
+    )

@@ -24,7 +24,7 @@ from cafe_tta.source import modes
 from cafe_tta.source.groups import dead_dims, default_num_groups, group_features
 from cafe_tta.source.images import ImageRecord, SourceWarning, TrainingCheck, few_images
 from cafe_tta.source.modes import BatchMode
-from cafe_tta.source.reference import Reference, calibrate
+from cafe_tta.source.reference import Reference, calibrate, describe_degenerate
 from cafe_tta.source.value import Content, MadeOfImages, SourceValue, images_of, require_batches
 from cafe_tta.styles import SMALLEST_SIDE, StyleStats, describe
 
@@ -184,6 +184,8 @@ class FeatureStats(MadeOfImages):
         if self.sample is None:
             return source
         source = replace(source, meta=meta | {"alignment": calibrate(self.sample, source)})
+        if wrong := describe_degenerate(source.meta["alignment"], [len(dims) for dims in groups]):
+            warnings.warn(wrong, SourceWarning, stacklevel=2)
         reference = Reference(source)
         if self.batch_mode is None or not reference.calibrated:
             return source
