@@ -30,7 +30,7 @@ MARGIN = 1.5
 TOLERATED = (
     50  # times the loss that Gaussian features would have, before a combination of features counts as degenerate
 )
-ENOUGH = 128  # images: in smaller batches, a feature that is mostly 0 may not vary by chance
+ENOUGH = 512  # images: in smaller batches, a feature that is mostly 0 may not vary by chance
 
 
 class _Statistics(GroupedStatistics, Protocol):
