@@ -27,9 +27,8 @@ SAMPLES_PER_DIM = 2.0  # small batches are padded as by CAFe's defaults
 MIN_IMAGES = 16  # covariance and threshold are meaningless for fewer
 DRIFT_IMAGES = 8  # whose mean drift is told of, however many there are; fewer have none
 MARGIN = 1.5
-TOLERATED = (
-    50  # times the loss that Gaussian features would have, before a combination of features counts as degenerate
-)
+# Times the loss that Gaussian features would have, before a combination of features counts as degenerate.
+TOLERATED = 50
 ENOUGH = 512  # images: in smaller batches, a feature that is mostly 0 may not vary by chance
 
 
