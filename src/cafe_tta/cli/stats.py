@@ -121,7 +121,7 @@ def _write_stats(
     dead = int(dead_dims(stats.cov).sum())
     facts = [_images(stats.count, unreadable)]
     facts += _read_at(stats.images)
-    facts += [("features", f"{len(stats.mean)}{f', of which {dead} never vary' if dead else ''}")]
+    facts += [("features", f"{len(stats.mean)}{f', of which {dead} hardly vary' if dead else ''}")]
     if writing.output is not None:
         source = options.group(stats)
         size = source.save(writing.output)

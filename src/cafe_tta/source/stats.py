@@ -161,7 +161,7 @@ class FeatureStats(MadeOfImages):
         `num_groups` is the paper's 128 by default, fewer where there are fewer than 2048 features that vary.
         A group wider than `max_group_size` is split by further clustering, because a batch must hold more images than a
         group has dimensions; the default is half of the paper's batch of 256, None is no limit, as in the paper.
-        Dead dimensions (no variance) have no correlation and are left out of every group.
+        Dead dimensions, which hardly vary, are left out of every group.
         `keep_full` also stores the whole covariance, which the Fréchet distance needs.
         """
         dead = int(dead_dims(self.cov).sum())
