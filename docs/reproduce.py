@@ -68,7 +68,9 @@ class Declared:
     @classmethod
     def load(cls, path: Path = ROOT / RESULTS / "commands.toml") -> "Declared":
         found = tomllib.loads(path.read_text())
-        words = found["words"]
+        words: dict[str, str] = {}
+        for name, text in found["words"].items():
+            words[name] = Template(text).substitute(words)
 
         def split(text: str, output: Path) -> Words:
             return (*shlex.split(Template(text).substitute(words)), "--output", str(output))

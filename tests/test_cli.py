@@ -963,7 +963,7 @@ def test_a_state_that_does_not_fit_is_refused(made, tmp_path):
     run("train", "--data", "digits:train", "--output", tmp_path / "other", "--epochs", 1, "--seed", 3)
     other = ("adapt", "--model", tmp_path / "other/model.safetensors", *common[3:], "--apply", state)
     assert "belong to this classifier: " in run(*other, code=2).stderr
-    run(*common, "--apply", state, "--method", "cafe-plus", "--set", "lr=0.002", "--batch-size", 7, "--measure", 0)
+    run(*common, "--apply", state, "--method", "cafe-plus", "--set", "lr=0.02", "--batch-size", 7, "--measure", 0)
 
 
 def test_a_state_of_a_method_that_needs_nothing_goes_on_too(made, tmp_path):

@@ -239,17 +239,33 @@ def test_two_styles_of_images_come_apart(classifier, source):
     assert adapter.report.notes["clusters"] == 2 and adapter.report.notes["shifted"] == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize("method", ["unmix", "cafe-plus"])
+GATED = {"normalisation": "unmix", "gate": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("unmix", {}), ("cafe-plus", {}), ("cafe", GATED), ("cafe-no-infomax", GATED)]
+)
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
-def test_images_like_the_sources_are_answered_as_by_the_source(classifier, source, method, size):
-    adapter = cafe.create(method, classifier, source)
+def test_images_like_the_sources_are_answered_as_by_the_source(classifier, source, method, options, size):
+    adapter = cafe.create(method, classifier, source, **options)
     for seed in range(200, 203):
         images = smooth(size, seed)
         torch.testing.assert_close(adapter(images), classifier(images), rtol=1e-4, atol=1e-4)
-    if method == "cafe-plus":
+    if method != "unmix":
         assert not adapter.report.stepped and adapter.report.reason == "the images look like the source's"
         adapter(noisy(64, 1))
         assert adapter.report.stepped
+
+
+def test_cafe_plus_aligns_with_the_normalisation_layers_alone(classifier, source):
+    adapter = cafe.create("cafe-plus", classifier, source, momentum=0.0, max_change=None)
+    adapter(noisy(64, 1))
+    assert adapter.report.loss == pytest.approx(adapter.report.notes["alignment"]) and adapter.report.stepped
+    assert "infomax" not in adapter.report.notes
+    before = dict(classifier.named_parameters())
+    moved = {name for name, now in adapter.classifier.named_parameters() if not torch.equal(now, before[name])}
+    layers = {name for name, layer in classifier.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert moved and {name.rsplit(".", 1)[0] for name in moved} <= layers
 
 
 # Statistics
@@ -436,6 +452,9 @@ def test_classifiers_without_batchnorm_and_images_of_another_shape_are_refused(c
     adapter = cafe.create("cafe-plus", plain, stats)  # nothing to unmix; but it still knows what the source looks like
     adapter(noisy(64, 1))
     assert adapter.report.stepped
+    assert adapter.optimizer.param_groups[0]["lr"] == pytest.approx(adapter.config.lr / 10)  # all weights move
+    moved = zip(adapter.classifier.backbone.parameters(), plain.backbone.parameters(), strict=True)
+    assert all(not torch.equal(now, before) for now, before in moved)
     adapter.reset()
     adapter(smooth(64, 1))
     assert not adapter.report.stepped

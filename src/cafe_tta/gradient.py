@@ -161,14 +161,17 @@ class GradientAdapter(Adapter):
     def after_step(self) -> None:
         """Called when the optimiser has moved the weights, before anything is answered with them."""
 
-    def moving(self) -> list[nn.Parameter]:
-        """What a step moves: parameters of the backbone; the head is fixed (Sec. 4.1)."""
+    def candidates(self) -> list[nn.Parameter]:
+        """The parameters of the backbone that `parameters` allows to move; the head is fixed (Sec. 4.1)."""
         backbone = self.classifier.backbone
-        chosen = norm_parameters(backbone) if self.config.parameters == "norm" else list(backbone.parameters())
+        return norm_parameters(backbone) if self.config.parameters == "norm" else list(backbone.parameters())
+
+    def moving(self) -> list[nn.Parameter]:
+        """What a step moves: the candidates from `adapt_from` on."""
         if self.config.adapt_from is None:
-            return chosen
-        late = {id(parameter) for parameter in parameters_from(backbone, self.config.adapt_from)}
-        return [parameter for parameter in chosen if id(parameter) in late]
+            return self.candidates()
+        late = {id(parameter) for parameter in parameters_from(self.classifier.backbone, self.config.adapt_from)}
+        return [parameter for parameter in self.candidates() if id(parameter) in late]
 
     def prepare(self, source: Any) -> None:
         kind = self.config.normalisation

@@ -93,7 +93,7 @@ class CAFe(GradientAdapter):
         self._set_memory([])
 
     def answer(self, images: Tensor) -> tuple[Tensor, Report]:
-        if not self.config.gate or self.normaliser.unmixer is not None:  # which knows the styles: `loss` asks it
+        if not self.config.gate or self.normaliser.unmixer is not None:  # which knows the styles: see `check_gate`
             return super().answer(images)
         if self.gate_open > 0:
             self.gate_open = nn.Buffer(self.gate_open - 1)
@@ -112,13 +112,17 @@ class CAFe(GradientAdapter):
         return logits, replace(report, drift=drift)
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        self.check_gate()
+        return self.alignment(features) + self.infomax(logits)
+
+    def check_gate(self) -> None:
+        """Raises `NothingToLearn` where the gate is closed by what unmixing knows of the images."""
         unmixer = self.normaliser.unmixer
         if self.config.gate and unmixer is not None:
             if unmixer.shifted <= FEW_SHIFTED:
                 raise NothingToLearn("the images look like the source's")
             if not unmixer.diversity.trusted:
                 raise NothingToLearn(f"the last images are of few classes (about {unmixer.diversity.classes:.1f})")
-        return self.alignment(features) + self.infomax(logits)
 
     def infomax(self, logits: Tensor) -> Tensor:
         """The information-maximisation loss of a batch, which the report notes."""

@@ -22,4 +22,5 @@ class CAFeNoInfomax(CAFe):
     name = "cafe-no-infomax"
 
     def loss(self, features: Tensor, logits: Tensor) -> Tensor:
+        self.check_gate()
         return self.alignment(features)

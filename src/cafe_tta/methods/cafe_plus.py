@@ -1,16 +1,21 @@
-"""CAFe+: unmixing, and CAFe's steps on top of it, where the images need them. Not in the paper; docs/unmix.md has more.
+"""CAFe+: unmixing, and CAFe's alignment on top of it, where the images need it. Not in the paper; see docs/unmix.md.
 
-BatchNorm normalises each image with the images of the stream that are corrupted like it. Steps are clipped, and none is
-taken while the images look like the source's. Up to version 0.2, CAFe+ was CAFe(normalisation="blend", blend=0.25,
-lr=2e-3, max_change=1e-3).
+BatchNorm normalises each image with the images of the stream that are corrupted like it. Steps align the features with
+the source's and move the normalisation layers alone; they are clipped, and none is taken while the images look like the
+source's. There is no infomax: alignment has an end, the source's statistics, and infomax has none.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from cafe_tta.methods.cafe import CAFe, CAFeConfig
+from torch import nn
+
+from cafe_tta.methods.cafe import CAFeConfig
+from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax
 from cafe_tta.normalisation import Normalisation
 from cafe_tta.traits import Traits
+
+WHOLE = 0.1  # share of the learning rate where there are no normalisation layers, and the whole backbone moves
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,14 @@ class CAFePlusConfig(CAFeConfig):
     """
 
     normalisation: Normalisation = "unmix"
-    lr: float = 2e-3
-    max_change: float | None = 5e-4
+    parameters: Literal["all", "norm"] = "norm"
+    lr: float = 2e-2
+    max_change: float | None = 2e-3
     gate: bool = True
 
 
-class CAFePlus(CAFe):
-    """CAFe that normalises each image with the images of the stream that are corrupted like it: for mixed streams.
+class CAFePlus(CAFeNoInfomax):
+    """Normalises each image with the images that are corrupted like it, and aligns the features: for mixed streams.
 
     >>> import torch
     >>> from torch import nn
@@ -42,7 +48,19 @@ class CAFePlus(CAFe):
     """
 
     name = "cafe-plus"
-    traits = Traits("the backbone", smallest=(1, 1, 1), keeps="moments of earlier batches, clusters of statistics")
+    traits = Traits(
+        "weight and bias of normalisation layers",
+        smallest=(1, 1, 1),
+        keeps="moments of earlier batches, clusters of statistics",
+    )
     Config = CAFePlusConfig
     config: CAFePlusConfig
     presets: ClassVar = {"cifar": CAFePlusConfig(), "imagenet": CAFePlusConfig()}
+
+    def candidates(self) -> list[nn.Parameter]:
+        """A backbone without normalisation layers moves as a whole."""
+        return super().candidates() or list(self.classifier.backbone.parameters())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        whole = self.config.parameters == "norm" and not super().candidates()
+        return [{"params": self.moving(), "lr": self.config.lr * (WHOLE if whole else 1)}]
