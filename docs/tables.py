@@ -529,31 +529,24 @@ def unmix_separated_table() -> str:
     return by_method(column("unmix-cifar10-separated"), *fields)
 
 
-def unmix_batches_table() -> str:
-    found = share("", "unmix-cifar10-batches", bold=False)
-    sizes = ("64", "16", "1")
-    fields = [
-        picked(f"{method} %", found, {size: f"{method}(batch_size={size})" for size in sizes})
-        for method in ("unmix", "cafe-plus")
-    ]
-    return grid("batch", {size: size for size in sizes}, fields)
+def batches_table() -> str:
+    """Every method with batches of these sizes, on the same images."""
+    found, sizes = share("", BATCHES, bold=False), ("256", "64", "16", "1")
+    plain = ("adabn", "tent", "infomax", "cafe", "eata", "roid", "rotta", "cafe-plus", "unmix")
+    rows_of = {method: f"{method}(batch_size=%s)" for method in plain}
+    rows_of["cafe, padded"] = "cafe(batch_size=%s,samples_per_dim=2,min_samples=128)"
+    order = sorted(rows_of, key=lambda name: (*plain, "").index(name.split(",")[0]))
+    texts = {size: {name: found.texts[rows_of[name] % size] for name in order} for size in sizes}
+    texts = {size: {"source": found.texts["source"], **of_size} for size, of_size in texts.items()}
+    best = {size: max(of_size, key=lambda name: float(of_size[name])) for size, of_size in texts.items()}
+    fields = [Field(f"batches of {size} %", texts[size], [best[size]]) for size in sizes]
+    return grid("method", {name: name for name in ("source", *order)}, fields)
 
 
-def two_columns(first: Field, second: Field, *folders: str) -> str:
-    labels = dict.fromkeys(row.label for folder in folders for row in rows(column(folder).records))
-    order = [row.label for row in rows([r for folder in folders for r in column(folder).records])]
-    return grid("method", {label: label for label in order if label in labels}, [first, second])
-
-
-def unmix_streams_table() -> str:
-    folders = ("unmix-cifar10-correlated", "unmix-cifar10-continual")
-    first = share("mixed and class-correlated %", folders[0], bold=False)
-    return two_columns(first, share("one corruption after the other %", folders[1], bold=False), *folders)
-
-
-def unmix_others_table() -> str:
-    folders = ("cifar100-mixed", "svhn-mnist")
-    return two_columns(share("CIFAR-100, mixed %", folders[0]), share("SVHN to MNIST %", folders[1]), *folders)
+def side_by_side(heads: Mapping[str, str]) -> str:
+    """A column for each folder, a line for each row that one of them has."""
+    records = [record for folder in heads for record in column(folder).records]
+    return grid("method", {r.label: r.label for r in rows(records)}, [share(h, folder) for folder, h in heads.items()])
 
 
 def unmix_imagenet_table() -> str:
@@ -685,6 +678,12 @@ STEPS = {
     "cafe-plus(parameters=all,lr=0.002,max_change=0.0005)": "alignment moves all weights",
     "cafe-plus": "alignment moves the normalisation layers (`cafe-plus`)",
 }
+BATCHES = "unmix-cifar10-batches"
+STREAMS = {
+    "unmix-cifar10-correlated": "classes in runs %",
+    "unmix-cifar10-continual": "one corruption after the other %",
+    "cifar10-severities": "all severities %",
+}
 LOSSES = ("infomax", "cafe", "actmad", "unmix", "cafe-plus")
 TABLES: dict[str, Callable[[], str]] = {
     "claims": lambda: claims_table(CLAIMS, "the paper's claim"),
@@ -710,9 +709,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "held-out-cures": held_out_cures_table,
     "unmix": unmix_table,
     "unmix-separated": unmix_separated_table,
-    "unmix-batches": unmix_batches_table,
-    "unmix-streams": unmix_streams_table,
-    "unmix-others": unmix_others_table,
+    "batches": batches_table,
+    "streams": lambda: side_by_side(STREAMS),
+    "unmix-others": lambda: side_by_side({"cifar100-mixed": "CIFAR-100, mixed %", "svhn-mnist": "SVHN to MNIST %"}),
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
     "rivals-offline": rivals_offline_table,
