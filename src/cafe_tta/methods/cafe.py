@@ -16,6 +16,7 @@ from cafe_tta.adapter import Report
 from cafe_tta.gaussians import EIGENVALUE_FLOOR, Moments, merge
 from cafe_tta.gradient import GradientAdapter, NothingToLearn, StepConfig
 from cafe_tta.options import option
+from cafe_tta.source.images import few_images
 from cafe_tta.source.reference import MARGIN, Reference
 from cafe_tta.source.stats import SourceStats
 from cafe_tta.traits import Traits
@@ -42,7 +43,7 @@ class CAFeConfig(StepConfig):
     gate: bool = option(
         False,
         "No step while the batches look like the source, which the source classifier answers; nor, with "
-        "normalisation=unmix, while they are of few classes.",
+        "normalisation=unmix, while they are of few classes, or if the statistics are of few source images.",
     )
     gate_margin: float = option(
         MARGIN,
@@ -78,7 +79,9 @@ class CAFe(GradientAdapter):
 
     def prepare(self, source: Any) -> None:
         super().prepare(source)
-        self.reference = Reference(self.regrouped(source), self.config.eigenvalue_floor, self.config.gate_margin)
+        source = self.regrouped(source)
+        self.reference = Reference(source, self.config.eigenvalue_floor, self.config.gate_margin)
+        self.few_source_images = few_images(source.meta.get("count", math.inf), source.widest_group)
         if self.config.gate and self.normaliser.unmixer is None:
             self.reference.require_calibration()
 
@@ -116,9 +119,11 @@ class CAFe(GradientAdapter):
         return self.alignment(features) + self.infomax(logits)
 
     def check_gate(self) -> None:
-        """Raises `NothingToLearn` where the gate is closed by what unmixing knows of the images."""
+        """Raises `NothingToLearn` where the gate is closed by what unmixing knows of the images, or by the source."""
         unmixer = self.normaliser.unmixer
         if self.config.gate and unmixer is not None:
+            if self.few_source_images:
+                raise NothingToLearn(self.few_source_images)
             if unmixer.shifted <= FEW_SHIFTED:
                 raise NothingToLearn("the images look like the source's")
             if not unmixer.diversity.trusted:
