@@ -711,6 +711,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "unmix-separated": unmix_separated_table,
     "batches": batches_table,
     "streams": lambda: side_by_side(STREAMS),
+    "continual-held-out": lambda: side_by_side({"continual-held-out": "one corruption after the other %"}),
     "unmix-others": lambda: side_by_side({"cifar100-mixed": "CIFAR-100, mixed %", "svhn-mnist": "SVHN to MNIST %"}),
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
