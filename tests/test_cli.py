@@ -663,7 +663,7 @@ def test_resuming_a_finished_run_changes_nothing(made, tmp_path):
     adapt(made, tmp_path / "out", "--measure", 0, "--resume")
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     result = adapt(made, tmp_path / "out", "--measure", 0, "--resume", "--set", "lr=0.5", code=2)
-    assert "lr=0.002 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
+    assert "lr=0.02 there, 0.5 here" in result.stderr and "momentum" not in result.stderr
 
 
 # Sheets of clusters
@@ -831,7 +831,7 @@ def test_check_looks_at_the_saved_state(made, tmp_path):
 
 
 def test_a_run_ends_with_one_sentence(made, tmp_path):
-    result = adapt(made, tmp_path / "out")
+    result = adapt(made, tmp_path / "out", "--method", "cafe")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert result.stdout.splitlines()[-1] == summary["verdict"]
     before, after = summary["measured"]["group_frechet_distance"].values()
@@ -950,7 +950,7 @@ def test_a_state_that_does_not_fit_is_refused(made, tmp_path):
     )
     for flags, text in (
         (("--apply", state, "--method", "tent"), "is a state of 'cafe-plus', but `method` is 'tent'; leave it out"),
-        (("--state", state, "--set", "lr=7"), "was saved with other options: lr=0.002 there, 7.0 here; leave them out"),
+        (("--state", state, "--set", "lr=7"), "was saved with other options: lr=0.02 there, 7.0 here; leave them out"),
         (
             ("--state", state, "--apply", state),
             "expected `state`, to go on adapting, or `apply`, to only",
