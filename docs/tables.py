@@ -510,6 +510,23 @@ def held_out_cures_table() -> str:
     return grid("batches of 16", labels, [share("accuracy %", "held-out-small-batches", bold=False)])
 
 
+def svhn_weights_table() -> str:
+    """CAFe with other weights of the alignment, on single dimensions and in one direction."""
+    outside = "benchmarks/alignments.py:"
+    lines = {
+        "infomax": ("infomax alone", "0"),
+        "cafe-dimwise": ("single dimensions", "1"),
+        f"{outside}WeightedDimwise(weight=2)": ("", "2: as in `cafe`"),
+        f"{outside}WeightedDimwise(weight=16)": ("", "16"),
+        "cafe": ("groups, with covariances", "1"),
+        f"{outside}Weighted(weight=8)": ("", "8: as single dimensions with 16"),
+        f"{outside}OneSided(weight=8)": ("groups, KL(target ‖ source) alone", "8"),
+    }
+    source = column("svhn-weights")
+    against = Field("against infomax, points", {label: difference(source, label, "infomax") for label in lines})
+    return grid(("alignment", "its weight"), lines, [share("accuracy %", "svhn-weights"), against])
+
+
 def unmix_table() -> str:
     lines = ["source", "adabn", "cafe", "unmix", "tent(normalisation=unmix)", "roid(normalisation=unmix)", "cafe-plus"]
     earlier = share("", "cifar10-mixed", bold=False).texts
@@ -701,6 +718,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "same": lambda: beside_the_paper("cifar10-same"),
     "gate": gate_table,
     "svhn-mnist": lambda: beside_the_paper("svhn-mnist"),
+    "svhn-weights": svhn_weights_table,
     "cifar100": lambda: beside_the_paper("cifar100-mixed"),
     "imagenet": imagenet_table,
     "dann": lambda: beside_the_paper("cifar10-dann", bold=False),
