@@ -683,10 +683,7 @@ def agree_groups_table() -> str:
     return grid("k", labels, [share("accuracy %", AGREE_GROUPS, bold=False), widest])
 
 
-ALL_WEIGHTS = (
-    "cafe(normalisation=unmix,lr=0.002,max_change=0.0005,gate=yes,answer=before,samples_per_dim=2,min_samples=128)"
-)
-WITH_INFOMAX = ALL_WEIGHTS.replace("lr=0.002,max_change=0.0005", "parameters=norm,lr=0.02,max_change=0.002")
+ALL_WEIGHTS, WITH_INFOMAX = (Declared.load().words[name] for name in ("all_weights", "with_infomax"))
 STEPS = {
     "source": "the model",
     "unmix": "none: `unmix`",

@@ -268,6 +268,18 @@ def test_cafe_plus_aligns_with_the_normalisation_layers_alone(classifier, source
     assert moved and {name.rsplit(".", 1)[0] for name in moved} <= layers
 
 
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
+def test_no_step_aligns_with_statistics_of_few_source_images(classifier, source):
+    """Eight source images for each feature of the widest group: with fewer, the covariance is mostly noise."""
+    few = cafe.FeatureStats.fit(classifier, [smooth(4, 1)]).group(1)
+    for options in ({}, {"gate": False}):
+        adapter = cafe.create("cafe-plus", classifier, few, **options)
+        adapter(noisy(64, 1))
+        assert adapter.report.stepped == ("gate" in options)
+        if not options:
+            assert adapter.report.reason.startswith("the statistics are of 4 images, but the widest group has ")
+
+
 # Statistics
 
 
