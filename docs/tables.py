@@ -512,15 +512,14 @@ def held_out_cures_table() -> str:
 
 def svhn_weights_table() -> str:
     """CAFe with other weights of the alignment, on single dimensions and in one direction."""
-    outside = "benchmarks/alignments.py:"
     lines = {
         "infomax": ("infomax alone", "0"),
         "cafe-dimwise": ("single dimensions", "1"),
-        f"{outside}WeightedDimwise(weight=2)": ("", "2: as in `cafe`"),
-        f"{outside}WeightedDimwise(weight=16)": ("", "16"),
+        "weighted-dimwise(weight=2)": ("", "2: as in `cafe`"),
+        "weighted-dimwise(weight=16)": ("", "16"),
         "cafe": ("groups, with covariances", "1"),
-        f"{outside}Weighted(weight=8)": ("", "8: as single dimensions with 16"),
-        f"{outside}OneSided(weight=8)": ("groups, KL(target ‖ source) alone", "8"),
+        "weighted(weight=8)": ("", "8: as single dimensions with 16"),
+        "one-sided(weight=8)": ("groups, KL(target ‖ source) alone", "8"),
     }
     source = column("svhn-weights")
     against = Field("against infomax, points", {label: difference(source, label, "infomax") for label in lines})
