@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from cafe_tta.bench.records import RECORDS, read
 from cafe_tta.cli import app
+from cafe_tta.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -38,6 +39,15 @@ def script(name: str):
 @cache
 def declared():
     return script("reproduce").Declared.load()
+
+
+@pytest.fixture(autouse=True)
+def same_methods():
+    """Methods from outside that a command names are forgotten after the test."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
 
 
 def planned(words, monkeypatch) -> list:
