@@ -127,11 +127,11 @@ def test_readers_never_see_a_mixture_of_two_snapshots(source):
 
 def test_every_answer_while_adapting_is_that_of_one_kept_snapshot(source, serve):
     service = serve(gate=False, history=500)
-    fixed, found, failed = source.images[:5], [], []
+    fixed, found, failed, done = source.images[:5], [], [], threading.Event()
 
     def ask(name):
         try:
-            for _ in range(60):
+            while not done.is_set():
                 found.append(service.answer(fixed, [name] * 5, [False] * 5))
         except Exception as error:
             failed.append(error)
@@ -139,17 +139,17 @@ def test_every_answer_while_adapting_is_that_of_one_kept_snapshot(source, serve)
     askers = [threading.Thread(target=ask, args=(f"asker-{i}",)) for i in range(3)]
     for asker in askers:
         asker.start()
-    for seed in range(30):
-        service.answer(shifted(source, 16, seed), ["gate"] * 16, [True] * 16)
+    send(service, shifted(source, 480), size=16)  # waits for the steps: on a busy machine, batches would share them
+    done.set()
     for asker in askers:
         asker.join(WAIT)
-    assert not failed and service.settle(WAIT)
+    assert not failed
     replica = Replica(service._adaptation.adapter)
     expected = {0: source.classifier(fixed).detach()}
     for snapshot in service._snapshots.history:
         replica.load(snapshot.version, snapshot.tensors)
         expected[snapshot.version] = replica(fixed).logits
-    assert len(expected) > 3 and len(found) == 180
+    assert len(expected) > 3 and len({answers.version for answers in found}) > 3
     for answers in found:
         (version,) = set(answers.versions)
         assert torch.equal(answers.logits, expected[version])
