@@ -1,5 +1,6 @@
 """What adapters do beyond the contract that `checks` tests: options, errors, state files, reports."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -285,3 +286,33 @@ sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"import cafe_tta loads {done.stderr}"
+
+
+@pytest.mark.filterwarnings("ignore::cafe_tta.SourceWarning")
+@pytest.mark.parametrize(("method", "options"), [("tent", {}), ("cafe-plus", {"gate": False})])
+def test_group_norm_in_channels_last_format(method, options, make_network):
+    """Where only the normalisation layers move, PyTorch's own backward pass would end the process here."""
+    network, images, source_images = make_network(batchnorm=False).eval(), *torch.randn(2, 64, 3, 10, 10)
+    answers = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        classifier = cafe.split_classifier(copy.deepcopy(network).to(memory_format=layout))
+        source = cafe.FeatureStats.fit(classifier, [source_images]).group(1)
+        adapter = cafe.create(method, classifier, source, lr=0.1, **options)
+        adapter(images.to(memory_format=layout))
+        assert adapter.report.stepped
+        answers.append(adapter.predict(images))
+        exported = adapter.export()
+        assert not any(layer._forward_pre_hooks for layer in exported.modules())
+        torch.testing.assert_close(exported(images), answers[-1])
+    torch.testing.assert_close(*answers)
+
+
+def test_fisher_information_of_group_norm_in_channels_last_format(make_network):
+    network, images = make_network(batchnorm=False).eval(), torch.randn(64, 3, 10, 10)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        classifier = cafe.split_classifier(copy.deepcopy(network).to(memory_format=layout))
+        found.append(cafe.FisherInformation.fit(classifier, [images.to(memory_format=layout)]).fisher)
+        assert not any(layer._forward_pre_hooks for layer in classifier.modules())
+        assert all(parameter.requires_grad for parameter in classifier.parameters())
+    torch.testing.assert_close(*found)

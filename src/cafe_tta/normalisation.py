@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from cafe_tta import channels
 from cafe_tta.distributed import ALONE, Ranks
@@ -32,6 +33,20 @@ def norm_parameters(module: nn.Module, skip: re.Pattern[str] | None = None) -> l
     named = [(name.removeprefix("model."), layer) for name, layer in module.named_modules()]
     layers = [layer for name, layer in named if isinstance(layer, NORM_LAYERS) and not (skip and skip.search(name))]
     return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+def keep_group_norm_from_crashing(module: nn.Module) -> list[RemovableHandle]:
+    """Hooks that give GroupNorm a contiguous input where it needs no gradient but the layer's weight does.
+
+    With a channels-last input on a CPU, PyTorch 2.13's backward pass ends the process there (a segmentation fault).
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.GroupNorm)]
+    return [layer.register_forward_pre_hook(_contiguous_input) for layer in layers]
+
+
+def _contiguous_input(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    harmless = inputs[0].requires_grad or not torch.is_grad_enabled()
+    return None if harmless else (inputs[0].contiguous(), *inputs[1:])
 
 
 class Normaliser:
@@ -131,10 +146,11 @@ class Normaliser:
         layers = batchnorm_layers(model)
         for layer in layers:
             layer.__dict__.pop("forward", None)  # that of unmixing
-            for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                     del hooks[key]
-                    layer._forward_hooks_always_called.pop(key, None)
+                    module._forward_hooks_always_called.pop(key, None)
         if self.unmixer is not None:
             self.unmixer.use_largest(layers)
 
@@ -184,7 +200,8 @@ def _evaluate(module: nn.Module) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("cafe_tta.")
+    owner = getattr(hook, "__self__", None)
+    return (hook if owner is None else type(owner)).__module__.startswith("cafe_tta.")
 
 
 class _Blend:

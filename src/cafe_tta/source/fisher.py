@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cafe_tta.classifier import SplitClassifier, require_classifier, require_match
-from cafe_tta.normalisation import Normaliser, norm_parameters
+from cafe_tta.normalisation import Normaliser, keep_group_norm_from_crashing, norm_parameters
 from cafe_tta.source.value import Content, SourceValue, rebatched, sampled
 
 BATCH = 64
@@ -54,7 +54,7 @@ class FisherInformation(SourceValue):
             raise ValueError(f"expected at least 2 source images, but the loader has {len(sample)}")
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
         batches = 0
-        with torch.inference_mode(False), torch.enable_grad(), _normalising_with_the_batch(classifier):
+        with torch.inference_mode(False), torch.enable_grad(), _normalising_with_the_batch(classifier, named.values()):
             for images in rebatched([torch.stack(sample)], batch_size):
                 logits = classifier(images.to(classifier.head.weight))
                 loss = nn.functional.cross_entropy(logits, logits.argmax(1))
@@ -83,17 +83,22 @@ class FisherInformation(SourceValue):
 
 
 @contextmanager
-def _normalising_with_the_batch(classifier: SplitClassifier) -> Iterator[None]:
-    """BatchNorm normalises with the batch, parameters have gradients; afterwards all is as it was before."""
+def _normalising_with_the_batch(classifier: SplitClassifier, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """BatchNorm normalises with the batch, these parameters have gradients; afterwards all is as it was before."""
     modes = [(module, module.training) for module in classifier.modules()]
     normaliser = Normaliser(classifier, "batch")
     tracking = [(layer, layer.track_running_stats) for layer in normaliser.layers]
     wanted = [(parameter, parameter.requires_grad) for parameter in classifier.parameters()]
+    hooks = keep_group_norm_from_crashing(classifier)
     try:
-        classifier.requires_grad_(True)
+        classifier.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         normaliser.adapting(update=False)
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, mode in modes:
             module.training = mode
         for layer, tracks in tracking:

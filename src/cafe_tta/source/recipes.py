@@ -51,7 +51,9 @@ RECIPES = {
         ),
     ),
     "cifar10-groupnorm": Recipe(
-        "the quick network without BatchNorm", ModelOptions("cafe:cifar-cnn-groupnorm"), replace(_QUICK, lr=0.2)
+        "the quick network without BatchNorm",
+        ModelOptions("cafe:cifar-cnn-groupnorm"),
+        replace(_QUICK, epochs=8, swag_epochs=1, batch_size=128, lr=0.05, warmup=1, bias_lr=1, head_lr=1),
     ),
     "cifar100": Recipe("the quick network, for CIFAR-100", ModelOptions("cafe:cifar-cnn"), replace(_QUICK, epochs=30)),
     "svhn": Recipe(

@@ -92,7 +92,9 @@ class TrainConfig(Options):
         "Type of the products in training: float32 or bfloat16, which is twice as fast where the processor has it "
         "(AVX-512 BF16, AMX, recent GPUs) and slower elsewhere. Weights are float32 in both.",
     )
-    seed: int = option(0, "Seed of the order of the images, of their augmentation, and of dropout.", least=0)
+    seed: int = option(
+        0, "Seed of the first weights, of the order and augmentation of the images, and of dropout.", least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
