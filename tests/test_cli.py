@@ -133,7 +133,7 @@ def test_adapt_answers_every_image_that_can_be_read(made, tmp_path):
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     right = np.mean([row["file"].split("/")[0] == row["class"] for row in rows])
     assert summary["accuracy"] == pytest.approx(right)
-    assert (summary["images"], summary["unreadable"], summary["steps"]) == (60, 2, 4)
+    assert (summary["images"], summary["unreadable"], summary["steps"]) == (60, 2, 1)  # batches of 16 share a step
     assert summary["measured"]["images"] == 60
     assert summary["measured"]["alignment"]["after"] < summary["measured"]["alignment"]["before"]
     assert summary["measured"]["frechet_distance"]["before"] > 0

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cafe_tta.bench.records import RECORDS, read
+import cafe_tta
+from cafe_tta.bench.records import RECORDS, SETTINGS, read
 from cafe_tta.cli import app
 from cafe_tta.methods import METHODS
 
@@ -24,7 +26,6 @@ RESULTS = ROOT / "docs/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUESTIONS = [ROOT / "docs/results.md", *sorted((ROOT / "docs/questions").glob("*.md"))]
 CODE = re.compile(r"^```sh\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
-COMMITTED = sorted(path.parent.name for path in RESULTS.glob(f"*/{RECORDS}"))
 
 
 @cache
@@ -61,10 +62,24 @@ def planned(words, monkeypatch) -> list:
 
 
 def test_every_committed_folder_is_declared():
-    assert sorted(declared().folders) == COMMITTED
+    """And those in `superseded` that no later run has replaced: they have a command too."""
+    places = {folder.name: folder.place for folder in declared().folders.values()}
+    committed = {path.parent.name for path in RESULTS.glob(f"*/{RECORDS}")}
+    assert committed == {name for name, place in places.items() if place.parent == RESULTS.relative_to(ROOT)}
+    assert all((ROOT / place / RECORDS).exists() for place in places.values())
 
 
-@pytest.mark.parametrize("name", COMMITTED)
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in RESULTS.glob(f"*/{RECORDS}")))
+def test_a_run_can_go_on_in_a_committed_folder(name):
+    """Its settings are of this version, with everything that decides a number; else it belongs into `superseded`."""
+    settings = json.loads((RESULTS / name / SETTINGS).read_text())
+    assert settings["versions"]["cafe_tta"] == cafe_tta.__version__, "move it to superseded, with `made_by`"
+    assert {"digest", "chosen"} <= settings["source"].keys()
+    for record in read(RESULTS / name / RECORDS):
+        assert record.right is not None and record.code and record.command
+
+
+@pytest.mark.parametrize("name", sorted(declared().folders))
 def test_the_declared_commands_make_the_committed_records(name, monkeypatch):
     """The same rows with the same options, seeds, protocols and corruptions: no more and no fewer."""
     folder = declared().folders[name]
@@ -147,7 +162,7 @@ def test_make_results_on_the_embedded_digits(tmp_path):
 
 def test_the_same_records_are_compared_as_equal(tmp_path):
     for name in ("unmix-cifar10-clean", "cifar10-dann"):
-        shutil.copytree(RESULTS / name, tmp_path / name)
+        shutil.copytree(ROOT / declared().folders[name].place, tmp_path / name)
     compare = script("reproduce").compare
     with_hits = compare(declared().folders["unmix-cifar10-clean"], tmp_path)
     assert "| cafe | 80.91 | 80.91 | +0.00 | 0 of 10,000 |" in with_hits

@@ -13,7 +13,10 @@ from cafe_tta.traits import LAYERS
 from .loose import LOOSE
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = LOOSE | {"rotta": {"capacity": 2}}  # a memory of 2 images is full at once
+SETTINGS = LOOSE | {
+    "rotta": {"capacity": 2},  # a memory of 2 images is full at once
+    "cafe-plus": {"gate": False},  # which takes the first of few images for one of the source's
+}
 
 
 @pytest.fixture

@@ -2,40 +2,23 @@
 
 import pytest
 import torch
-from torch import nn
 
 import cafe_tta as cafe
+
+from .smooth import noisy, smooth, smooth_classifier, smooth_source
 
 # The running statistics of a toy network are not quite those of its source images.
 pytestmark = pytest.mark.filterwarnings("ignore:source images that are normalised:cafe_tta.SourceWarning")
 
 
-def smooth(count, seed):
-    """Images that vary smoothly, like photographs."""
-    coarse = torch.randn(count, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
-    return nn.functional.interpolate(coarse, size=(24, 24), mode="bicubic")
-
-
-def noisy(count, seed):
-    return smooth(count, seed) + torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(seed + 1))
-
-
 @pytest.fixture(scope="module")
 def classifier():
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)
-    )
-    classifier = cafe.split_classifier(network).train()
-    with torch.no_grad():
-        for seed in range(20):
-            classifier(smooth(64, seed))
-    return classifier.eval()
+    return smooth_classifier()
 
 
 @pytest.fixture(scope="module")
 def source(classifier):
-    return cafe.FeatureStats.fit(classifier, [smooth(100, seed) for seed in range(100, 110)]).group()
+    return smooth_source(classifier)
 
 
 def needed(name, classifier):

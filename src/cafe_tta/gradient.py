@@ -14,8 +14,15 @@ from cafe_tta.adapter import Adapter, AdapterConfig, Report
 from cafe_tta.classifier import SplitClassifier
 from cafe_tta.diversity import EXPECTED
 from cafe_tta.mixture import NO_MIXTURE, Mixture
-from cafe_tta.normalisation import Normalisation, Normaliser, batchnorm_layers, norm_parameters
+from cafe_tta.normalisation import (
+    Normalisation,
+    Normaliser,
+    batchnorm_layers,
+    keep_group_norm_from_crashing,
+    norm_parameters,
+)
 from cafe_tta.options import option
+from cafe_tta.unmixing import WINDOW
 
 LARGEST_GRADIENT = 1e15  # a step along a larger one leaves weights that overflow in the next pass
 
@@ -44,9 +51,9 @@ class StepConfig(AdapterConfig):
         "corrupted like it (unmix), or a mixture of components that it moves (unmix-tns).",
     )
     unmix_window: int = option(
-        1000,
-        "Images of the stream after which one counts e times less in its cluster's statistics, for normalisation=unmix:"
-        " fewer follow moving weights.",
+        WINDOW,
+        "Images of the stream after which one counts e times less in its cluster's statistics, for "
+        "normalisation=unmix.",
         least=1,
     )
     unmix_classes: float | None = option(None, f"For normalisation=unmix: {EXPECTED}", least=1)
@@ -158,6 +165,10 @@ class GradientAdapter(Adapter):
         """What the entropy filter compares: the entropy of each prediction. (B, C) -> (B,)"""
         return losses.entropy(logits)
 
+    def every(self, size: int) -> int:
+        """A step is taken on each n-th batch, where batches have `size` images."""
+        return self.config.every
+
     def after_step(self) -> None:
         """Called when the optimiser has moved the weights, before anything is answered with them."""
 
@@ -196,6 +207,7 @@ class GradientAdapter(Adapter):
             raise ValueError(f"{self.name} has nothing to move: this classifier has no such parameters")
         for parameter in moving:
             parameter.requires_grad_(True)
+        keep_group_norm_from_crashing(self.classifier)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimiser moves, with options of their own where they have any."""
@@ -246,12 +258,12 @@ class GradientAdapter(Adapter):
             return self.predict(images), Report(size, stepped=False, reason=reason)
         self.notes = {}
         self.normaliser.adapting()
-        if self.batch_number % self.config.every:
+        if self.batch_number % (every := self.every(size)):
             with torch.no_grad():
                 features, logits = self.run(images)
             self.normaliser.average_statistics()
             reason = self.why_unusable(features)
-            skipped = reason or f"a step is taken on each batch of {self.config.every} (every={self.config.every})"
+            skipped = reason or f"a step is taken on one batch in {every}"
             return logits, Report(size, stepped=False, refused=bool(reason), reason=skipped)
         features, logits = self.run(images)
         report = self._learn(images, features, logits)

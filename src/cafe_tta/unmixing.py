@@ -30,7 +30,7 @@ from cafe_tta.styles import StyleStats, describe
 
 PRIOR = 32.0  # images of the source in the statistics of every cluster
 KIND = 128.0  # images of its kind in the statistics of every cluster that is but a part of a kind
-MATURE, EVERY = 1024, 4  # images of larger clusters are measured in every fourth pass only, and count for the others
+WINDOW = 1000  # images of the stream after which one counts e times less
 THINNED = 16  # pixels a side: larger maps have their moments taken over every second pixel in each direction
 FUSED = 64  # pixels: for larger maps, BatchNorm's own kernel is twice as fast as a multiplication with broadcasting
 
@@ -57,7 +57,7 @@ class Unmixer:
         self.members = torch.zeros(0, dtype=torch.long)  # cells of the images of the pass at hand; -1: of none
         self.shifted = 1.0  # share of the images of the pass whose style is not the source's
         self._measures = False  # whether any image of the pass is measured, and
-        self._counts = torch.zeros(0)  # how often each of them counts in its cell; 0: it is not measured
+        self._counts = torch.zeros(0)  # how much each of them counts in its cell; 0: it is not measured
         self._offsets = np.cumsum([0, *(layer.num_features for layer in layers)]).tolist()
         for number, layer in enumerate(layers):
             _Hooks(self, layer, slice(self._offsets[number], self._offsets[number + 1]))
@@ -70,7 +70,6 @@ class Unmixer:
         self._memory = {
             "weights": torch.zeros(CELLS, dtype=torch.float64),  # n: images that the sums of a cell stand for
             "sums": torch.zeros(2, CELLS, self._offsets[-1], dtype=torch.float64),  # Σμ and Σq
-            "passes": torch.tensor(0),  # of the whole stream
         }
         self._pool()
 
@@ -117,21 +116,16 @@ class Unmixer:
             self._measures = False
 
     def _follow(self, cells: Tensor, splits: list[tuple[int, int]]) -> Tensor:
-        """Divides the sums of cells that were split, lets older images fade, and says how often each new one counts.
-
-        The statistics of many images hardly change: of a large cluster, few are measured.
-        """
+        """Divides the sums of cells that were split, lets older images fade, and says how much each new one counts."""
         weights, sums = self._memory["weights"].clone(), self._memory["sums"].clone()  # the old ones are the backup
         for cell, half in splits:
             weights[cell] = weights[half] = weights[cell] / 2
             sums[:, cell] /= 2
             sums[:, half] = sums[:, cell]
         fade = math.exp(-len(cells) / self.window)
-        mature = (self.clusters.joined @ weights)[cells] >= MATURE
-        measured_now = self._memory["passes"] % EVERY == 0
-        counts = torch.where(mature, EVERY * measured_now, 1).double().where(cells >= 0, 0.0) * self.diversity.trust
+        counts = (cells >= 0).double() * self.diversity.trust
         weights = (weights * fade).index_add(0, cells.clamp(min=0), counts)
-        self._memory = {"weights": weights, "sums": sums.mul_(fade), "passes": self._memory["passes"] + 1}
+        self._memory = {"weights": weights, "sums": sums.mul_(fade)}
         self._pool()
         return counts
 

@@ -18,7 +18,7 @@ from cafe_tta.bench.report.figures import draw_frechet
 from .report_records import record, save
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = sorted(path.parent for path in (ROOT / "docs/results").glob(f"*/{RECORDS}"))
+COMMITTED = sorted(path.parent for path in (ROOT / "docs/results").rglob(RECORDS))
 
 
 def test_every_name_stands_in_the_docs():
@@ -90,7 +90,7 @@ def test_a_protocol_that_is_not_known_is_shown_all_the_same(tmp_path):
     assert made.tables[0].heads[0][:2] == ("cifar10", "tomorrow's") and draw_frechet(made.records)
 
 
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: str(folder.relative_to(ROOT / "docs/results")))
 def test_committed_records_are_readable(folder):
     records = read(folder / RECORDS)
     assert records and report.make([folder]).tables

@@ -5,6 +5,7 @@ the source's and move the normalisation layers alone; they are clipped, and none
 source's. There is no infomax: alignment has an end, the source's statistics, and infomax has none.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,7 @@ from cafe_tta.methods.cafe_no_infomax import CAFeNoInfomax
 from cafe_tta.normalisation import Normalisation
 from cafe_tta.traits import Traits
 
+STEP_IMAGES = 64  # at most one step for as many images: steps on fewer are too noisy
 WHOLE = 0.1  # share of the learning rate where there are no normalisation layers, and the whole backbone moves
 
 
@@ -56,6 +58,11 @@ class CAFePlus(CAFeNoInfomax):
     Config = CAFePlusConfig
     config: CAFePlusConfig
     presets: ClassVar = {"cifar": CAFePlusConfig(), "imagenet": CAFePlusConfig()}
+
+    def every(self, size: int) -> int:
+        """Small batches have one step for several of them; a short last batch has its own, padded."""
+        usual = max(size, int(self.largest_batch), 1)
+        return max(super().every(size), math.ceil(STEP_IMAGES / usual))
 
     def candidates(self) -> list[nn.Parameter]:
         """A backbone without normalisation layers moves as a whole."""

@@ -17,7 +17,7 @@ from cafe_tta.diversity import EXPECTED
 from cafe_tta.normalisation import Normaliser, batchnorm_layers
 from cafe_tta.options import option
 from cafe_tta.traits import Traits
-from cafe_tta.unmixing import PRIOR
+from cafe_tta.unmixing import PRIOR, WINDOW
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class UnmixConfig(AdapterConfig):
     """Options of Unmix.
 
     >>> UnmixConfig().window
-    20000
+    1000
     """
 
     window: int = option(
-        20_000, "Images of the stream after which one counts e times less in its cluster's statistics.", least=1
+        WINDOW, "Images of the stream after which one counts e times less in its cluster's statistics.", least=1
     )
     prior: float = option(PRIOR, "N: images of the source in the statistics of every cluster.", above=0)
     threshold: float = option(
