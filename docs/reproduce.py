@@ -44,10 +44,16 @@ class Folder:
     name: str
     commands: tuple[Words, ...]
     renamed: Mapping[str, str]
+    made_by: str | None  # an earlier version, whose records no run can go on in
+
+    @property
+    def place(self) -> Path:
+        """Of the committed records."""
+        return RESULTS / (f"superseded/version-{self.made_by}/{self.name}" if self.made_by else self.name)
 
     def records(self) -> list[Record]:
         """As committed."""
-        return read(ROOT / RESULTS / self.name / RECORDS)
+        return read(ROOT / self.place / RECORDS)
 
     @property
     def models(self) -> list[str]:
@@ -81,6 +87,7 @@ class Declared:
                 name,
                 tuple(split(text, RESULTS / name) for text in entry["commands"]),
                 {old: Template(new).substitute(words) for old, new in entry.get("renamed", {}).items()},
+                entry.get("made_by"),
             )
             for name, entry in found["folders"].items()
         }

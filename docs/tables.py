@@ -53,25 +53,37 @@ from reproduce import RESULTS, ROOT, Declared, Words  # noqa: E402 - beside this
 BLOCK = re.compile(r"^(<!-- (table|command): ([^>]+?) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 WIDTH = 116  # of a line of a command
 EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
+BEFORE = 20_000  # images: the default window of `unmix` when some of the records were made
 RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "rivals-cifar10-ttac", "unmix-cifar10-online")
 SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
+SEPARATED_ONLINE = "separated-cifar10-online"
 # By a network whose modes agree:
 AGREE, AGREE_OFFLINE, AGREE_CLEAN = "agree-cifar10-online", "agree-cifar10-offline", "agree-cifar10-clean"
 AGREE_RIVALS, AGREE_GROUPS, AGREE_PLUS = "agree-cifar10-rivals", "agree-groups-held-out", "agree-plus-held-out"
+GROUPNORM = "groupnorm-cifar10-online"
 
 
 @cache
 def column(*folders: str) -> Column:
     """The one column that the records of some folders make together."""
-    records, _ = collect([ROOT / RESULTS / folder / RECORDS for folder in folders])
+    declared = Declared.load().folders
+    places = [declared[name].place if name in declared else RESULTS / name for name in folders]
+    records, _ = collect([ROOT / place / RECORDS for place in places])
     (made,) = columns(records)
     return made
 
 
 def name_of(label: str, source: Column) -> str:
     """What a row is called in the docs."""
-    version = source.of(label)[0].versions.get("cafe_tta", "")
-    return label.replace("cafe-plus", EARLIER) if version.startswith("0.1.") else label
+    record = source.of(label)[0]
+    if label == "unmix" and record.config["window"] == BEFORE:
+        return f"unmix(window={BEFORE})"
+    return label.replace("cafe-plus", EARLIER) if record.versions.get("cafe_tta", "").startswith("0.1.") else label
+
+
+def only(source: Column, labels: Sequence[str]) -> Column:
+    """Some of the rows."""
+    return replace(source, records=tuple(record for record in source.records if record.label in labels))
 
 
 # Fields: what stands in a column of a table, by the label of the row
@@ -101,8 +113,8 @@ def share(head: str, *folders: str, bold: bool = True) -> Field:
     return measured(head, column(*folders), accuracy, bold=bold)
 
 
-def frechet(*folders: str, head: str = "Fréchet distance", bold: bool = True) -> Field:
-    return measured(head, column(*folders), lambda record: record.frechet_after, lowest=True, bold=bold)
+def frechet(*folders: str, bold: bool = True) -> Field:
+    return measured("Fréchet distance", column(*folders), _distance, lowest=True, bold=bold)
 
 
 def papers(*folders: str, head: str = "the paper's") -> Field:
@@ -114,15 +126,6 @@ def counted(head: str, folder: str, value: Callable[[Record], object]) -> Field:
     """Of the first run of a row."""
     source = column(folder)
     return Field(head, {row.label: str(value(source.of(row.label)[0])) for row in rows(source.records)})
-
-
-def on_corruption(head: str, folder: str, name: str, bold: bool = True) -> Field:
-    """Accuracy on one corruption alone."""
-    source = column(folder)
-    lines = rows(source.records)
-    found = {row.label: by_corruption(source.of(row.label))[name] for row in lines}
-    best = [label for label, rank in ranked(lines, found).items() if rank == "best"] if bold else []
-    return Field(head, {label: number.text() for label, number in found.items()}, best)
 
 
 def picked(head: str, source: Field, keys: Mapping[str, str]) -> Field:
@@ -211,24 +214,27 @@ ONLINE = Stream("CIFAR-10 mixed, online", RIVALS)
 OTHER_ONLINE = Stream(f"{ONLINE.title}, {AGREEING}", (AGREE,), compared=False)
 OTHER_OFFLINE = Stream(f"{OFFLINE.title}, {AGREEING}", (AGREE_OFFLINE,), compared=False)
 SEPARATED = Stream("CIFAR-10 separated, 1,000 images each", ("cifar10-separated",))
+SINGLE = Stream("CIFAR-10 separated, online", (SEPARATED_ONLINE,))
 CLEAN = (
     Stream("CIFAR-10 clean, offline", ("cifar10-gate-same",)),
     Stream("CIFAR-10 clean, online", ("unmix-cifar10-clean",), compared=False),
     Stream(f"CIFAR-10 clean, online, {AGREEING}", (AGREE_CLEAN,), compared=False),
 )
+NO_BATCHNORM = Stream(f"{ONLINE.title}, [no BatchNorm](groupnorm.md)", (GROUPNORM,), compared=False)
 CIFAR100 = Stream("CIFAR-100 mixed, offline", ("cifar100-mixed",))
 IMAGENET = Stream("ImageNet mixed, 1,000 images", ("imagenet-mixed",))
 MNIST = Stream("SVHN to MNIST, offline", ("svhn-mnist",))
-MIXED = (OFFLINE, ONLINE, OTHER_OFFLINE, OTHER_ONLINE)
+WITH_BATCHNORM = (OFFLINE, ONLINE, OTHER_OFFLINE, OTHER_ONLINE)
+MIXED = (*WITH_BATCHNORM, NO_BATCHNORM)
 DISTANCES = (OFFLINE, OTHER_OFFLINE, SEPARATED)
 CLAIMS = (
-    Claim("CAFe is better than Infomax", "cafe", "infomax", (*MIXED, CIFAR100, IMAGENET, MNIST)),
-    Claim("CAFe is better than AdaBN", "cafe", "adabn", MIXED),
+    Claim("CAFe is better than Infomax", "cafe", "infomax", (*MIXED, SINGLE, CIFAR100, IMAGENET, MNIST)),
+    Claim("CAFe is better than AdaBN", "cafe", "adabn", (*WITH_BATCHNORM, SINGLE)),
     Claim("CAFe is better than T3A", "cafe", "t3a", MIXED),
-    Claim("CAFe is better than Tent", "cafe", "tent", MIXED),
+    Claim("CAFe is better than Tent", "cafe", "tent", (*MIXED, SINGLE)),
     Claim("CAFe is better than BACS", "cafe", "bacs", MIXED),
     Claim("CAFe is better than FR", "cafe", "fr", MIXED),
-    Claim("CAFe is better than the model as trained", "cafe", "source", (*MIXED, CIFAR100, MNIST)),
+    Claim("CAFe is better than the model as trained", "cafe", "source", (*MIXED, SINGLE, CIFAR100, MNIST)),
     Claim("Covariances of groups are better than single dimensions", "cafe", "cafe-dimwise", MIXED),
     Claim("Single dimensions are better than groups", "cafe-dimwise", "cafe", (MNIST,)),
     Claim("Infomax helps CAFe", "cafe", "cafe-no-infomax", (*MIXED, CIFAR100, MNIST)),
@@ -241,9 +247,19 @@ CLAIMS = (
 OURS = (
     Claim("`unmix` is better than the model", "unmix", "source", (ONLINE, OTHER_ONLINE, CIFAR100)),
     Claim("`unmix` is better than CAFe", "unmix", "cafe", (ONLINE, OTHER_ONLINE)),
-    Claim("`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (ONLINE, OTHER_ONLINE, MNIST, CIFAR100)),
-    Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (ONLINE, OTHER_ONLINE, CIFAR100)),
-    Claim("`cafe-plus` is better than ActMAD", "cafe-plus", "actmad", (ONLINE,)),
+    Claim(
+        "`cafe-plus` is better than the model",
+        "cafe-plus",
+        "source",
+        (ONLINE, OTHER_ONLINE, NO_BATCHNORM, SINGLE, CIFAR100),
+    ),
+    Claim(
+        "`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (ONLINE, OTHER_ONLINE, NO_BATCHNORM, MNIST, CIFAR100)
+    ),
+    Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (ONLINE, OTHER_ONLINE, SINGLE, CIFAR100)),
+    Claim("`cafe-plus` is better than ROID", "cafe-plus", "roid", (ONLINE, SINGLE, NO_BATCHNORM)),
+    Claim("`cafe-plus` is better than EATA", "cafe-plus", "eata", (ONLINE, SINGLE, NO_BATCHNORM)),
+    Claim("`cafe-plus` is better than ActMAD", "cafe-plus", "actmad", (ONLINE, NO_BATCHNORM)),
 )
 
 
@@ -274,34 +290,32 @@ def losses_table(folders: Sequence[str], labels: Sequence[str], unadapted: str =
 
 
 def mixed_table() -> str:
+    offline, online = (only(column(*folders), PAPER) for folders in (("cifar10-mixed",), RIVALS))
     fields = [
-        share("offline %", "cifar10-mixed"),
+        measured("offline %", offline, accuracy),
         papers("cifar10-mixed"),
-        share("online %", "cifar10-mixed-online"),
-        papers("cifar10-mixed-online"),
-        frechet("cifar10-mixed", head="Fréchet distance, offline"),
+        measured("online %", online, accuracy),
+        papers(*RIVALS),
+        measured("Fréchet distance, offline", offline, _distance, lowest=True),
     ]
-    return by_method(column("cifar10-mixed"), *fields)
+    return by_method(offline, *fields)
 
 
 def separated_table() -> str:
-    fields = [
-        share("offline %", "cifar10-separated"),
-        papers("cifar10-separated"),
-        share("online %", "cifar10-separated-online"),
-        papers("cifar10-separated-online"),
-        frechet("cifar10-separated", head="Fréchet distance, offline"),
-    ]
-    return by_method(column("cifar10-separated"), *fields)
+    source = column(SEPARATED_ONLINE)
+    return by_method(source, *qualities(source), papers(SEPARATED_ONLINE))
 
 
-def separated_all_table() -> str:
+def separated_offline_table() -> str:
+    """Accuracy on each corruption alone."""
+    source = column("unmix-cifar10-separated")
+    lines = rows(source.records)
     fields = []
-    for name in ("gaussian_noise", "fog"):
-        words = name.replace("_", " ")
-        fields.append(on_corruption(f"{words}, 1,000 images", "cifar10-separated", name, bold=False))
-        fields.append(on_corruption(f"{words}, 10,000", "cifar10-separated-all", name, bold=False))
-    return by_method(column("cifar10-separated-all"), *fields)
+    for name in corruptions_of(source):
+        found = {row.label: by_corruption(source.of(row.label))[name] for row in lines}
+        best = [label for label, rank in ranked(lines, found).items() if rank == "best"]
+        fields.append(Field(name.replace("_", " "), {label: number.text() for label, number in found.items()}, best))
+    return by_method(source, *fields)
 
 
 def beside_the_paper(folder: str, bold: bool = True) -> str:
@@ -341,7 +355,7 @@ def _limited(labels: Mapping[str, str]) -> dict[str, str]:
 def normalisation_table() -> str:
     parts = (
         ("mixed, offline", ("cifar10-normalisation-mixed",), ("cifar10-mixed",)),
-        ("mixed, online", ("cifar10-normalisation-mixed-online",), ("cifar10-mixed-online",)),
+        ("mixed, online", ("cifar10-normalisation-mixed-online",), RIVALS),
         ("separated, offline", ("cifar10-normalisation-separated",), ()),
         ("separated, online", ("cifar10-normalisation-separated-online",), ()),
     )
@@ -436,13 +450,13 @@ def answers_table() -> str:
 def halves_table() -> str:
     """CAFe - Infomax in the first and the second half of each stream, as answered while it goes by."""
     lines, fields = {}, {"first half": {}, "second half": {}}
-    for folder, words in (
-        ("cifar10-mixed-online", "after the step, running statistics"),
-        ("cifar10-mixed", "before the step"),
+    for folders, words in (
+        (RIVALS, "after the step, running statistics"),
+        (("cifar10-mixed",), "before the step"),
     ):
-        source = column(folder)
+        source = column(*folders)
         for seed in source.seeds:
-            key = f"{folder} {seed}"
+            key = f"{words} {seed}"
             lines[key] = (words if seed == source.seeds[0] else "", str(seed))
             ours, theirs = (next(r for r in source.of(label) if r.seed == seed).stream for label in ("cafe", "infomax"))
             middle = len(ours) // 2
@@ -539,12 +553,6 @@ def unmix_table() -> str:
     )
 
 
-def unmix_separated_table() -> str:
-    names = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
-    fields = [on_corruption(name.replace("_", " "), "unmix-cifar10-separated", name) for name in names]
-    return by_method(column("unmix-cifar10-separated"), *fields)
-
-
 def batches_table() -> str:
     """Every method with batches of these sizes, on the same images."""
     found, sizes = share("", BATCHES, bold=False), ("256", "64", "16", "1")
@@ -563,6 +571,23 @@ def side_by_side(heads: Mapping[str, str]) -> str:
     """A column for each folder, a line for each row that one of them has."""
     records = [record for folder in heads for record in column(folder).records]
     return grid("method", {r.label: r.label for r in rows(records)}, [share(h, folder) for folder, h in heads.items()])
+
+
+def windows_table() -> str:
+    """`unmix` with other windows, on held-out corruptions."""
+    networks = {"ResNet-26": ("windows-held-out", "continual-held-out")}
+    networks["cafe:cifar10"] = ("agree-windows-held-out", "agree-continual-held-out")
+    fields = []
+    for network, folders in networks.items():
+        for words, folder in zip(("mixed", "one after the other"), folders, strict=True):
+            found = {
+                str(record.config["window"]): f"{100 * record.accuracy:.2f}"
+                for record in column(folder).records
+                if record.method == "unmix"
+            }
+            best = max(found, key=lambda window: float(found[window]))
+            fields.append(Field(f"{network}, {words} %", found, [best]))
+    return grid("window", {str(window): f"{window:,}" for window in (1000, 2000, 4000, BEFORE)}, fields)
 
 
 def unmix_imagenet_table() -> str:
@@ -683,6 +708,7 @@ def agree_groups_table() -> str:
 
 
 ALL_WEIGHTS, WITH_INFOMAX = (Declared.load().words[name] for name in ("all_weights", "with_infomax"))
+PAPER = Declared.load().words["paper"].split(",")
 STEPS = {
     "source": "the model",
     "unmix": "none: `unmix`",
@@ -707,7 +733,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "halves": halves_table,
     "answers": answers_table,
     "separated": separated_table,
-    "separated-all": separated_all_table,
+    "separated-losses": lambda: losses_table(
+        [SEPARATED_ONLINE], [row.label for row in rows(column(SEPARATED_ONLINE).records) if row.label != "source"]
+    ),
+    "separated-offline": separated_offline_table,
+    "separated-distances": lambda: beside_the_paper("cifar10-separated"),
     "groups": groups_table,
     "normalisation": normalisation_table,
     "small-batches": small_batches_table,
@@ -722,10 +752,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "held-out-batches": held_out_batches_table,
     "held-out-cures": held_out_cures_table,
     "unmix": unmix_table,
-    "unmix-separated": unmix_separated_table,
     "batches": batches_table,
     "streams": lambda: side_by_side(STREAMS),
-    "continual-held-out": lambda: side_by_side({"continual-held-out": "one corruption after the other %"}),
+    "windows": windows_table,
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
     "rivals-offline": rivals_offline_table,
@@ -739,6 +768,8 @@ TABLES: dict[str, Callable[[], str]] = {
         [AGREE], ["adabn", "infomax", "cafe-no-infomax", "cafe", "unmix", "cafe-plus"]
     ),
     "agree-groups": agree_groups_table,
+    "groupnorm": lambda: by_method(column(GROUPNORM), *qualities(column(GROUPNORM))),
+    "groupnorm-losses": lambda: losses_table([GROUPNORM], ["tent", "infomax", "cafe-no-infomax", "cafe", "cafe-plus"]),
     "plus": lambda: plus_table(
         {"ResNet-26": "plus-held-out", "cafe:cifar10": AGREE_PLUS, "CIFAR-100": "cifar100-plus-held-out"}, STEPS
     ),
