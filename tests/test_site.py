@@ -91,6 +91,14 @@ def test_the_site_loads_nothing_from_elsewhere(site, pages):
     assert "fonts.googleapis.com" not in configured and "unpkg.com" not in configured
 
 
+def test_the_leaderboard_is_a_page_of_the_site_with_all_committed_records(site, pages):
+    board = site / "leaderboard.html"
+    linked = {(site / link).resolve() for link in pages[board].links}
+    folders = {path.parent.name for path in (DOCS / "results").glob("*/records.jsonl")}
+    assert {path.parent.name for path in linked} == folders and all(path.is_file() for path in linked)
+    assert 'href="leaderboard.html"' in (site / "results.html").read_text()
+
+
 def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^::: cafe_tta\.(\S+)$", _api_pages(), re.MULTILINE))
     public = {name for name, value in vars(cafe).items() if inspect.isclass(value) or inspect.isfunction(value)}

@@ -127,6 +127,16 @@ def test_a_click_sorts_and_a_choice_filters(folders, tmp_path):
             place = leaderboard.HEADS.index(head)
             driver.execute_script(f"document.querySelectorAll('thead button')[{place}].click()")
 
+        def choose(index):
+            driver.execute_script(
+                f"const s = document.querySelector('select'); s.selectedIndex = {index}; s.onchange()"
+            )
+
+        stream = "getComputedStyle(document.querySelector('thead .setting')).display"
+        assert column(0) == ["cafe", "cafe", "source"]  # the setting with the most runs comes first
+        assert driver.execute_script(f"return {stream}") == "none"  # its columns say the same in every line
+        choose(0)
+        assert driver.execute_script(f"return {stream}") != "none"
         click("accuracy %")
         assert column(1) == ["50.00 ± 0.00", "60.00", "62.00 ± 0.71", "90.00"]
         click("accuracy %")
@@ -135,7 +145,12 @@ def test_a_click_sorts_and_a_choice_filters(folders, tmp_path):
         assert column(0) == ["cafe", "cafe", "source", "tent"]
         click("ECE %")
         assert column(9) == ["10.00", "–", "–", "–"]  # what is not known comes last
-        choose = "const s = document.querySelector('select'); s.selectedIndex = 2; s.onchange()"
-        driver.execute_script(choose)
+        choose(2)
         assert column(0) == ["tent"]
+        driver.get(driver.current_url)  # which names the setting
+        driver.refresh()
+        assert column(0) == ["tent"]
+        driver.get(f"{page.as_uri()}#gone")
+        driver.refresh()
+        assert len(column(0)) == 4
         assert not driver.get_log("browser")

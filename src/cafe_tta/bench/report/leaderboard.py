@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -31,11 +31,17 @@ HEADS = (
     "worst corruption %", "forward", "backward", "ms / image", "memory MB", "needs", "code", "records",
 )  # fmt: skip
 _TEXTS = {"method", "data", "stream", "mode", "model", "needs", "code", "records"}  # the others are sorted as numbers
+_OF_SETTING = {"data", "stream", "mode", "model", "images"}  # hidden while one setting is chosen, which says the same
 _SCRIPT = """
 const body = document.querySelector("tbody"), chosen = document.querySelector("select");
 chosen.onchange = () => {
   for (const row of body.rows) row.hidden = chosen.value && row.dataset.setting !== chosen.value;
+  body.parentElement.classList.toggle("one", chosen.value !== "");
+  history.replaceState(null, "", "#" + chosen.value);
 };
+if (location.hash) chosen.value = location.hash.slice(1);
+if (chosen.selectedIndex < 0) chosen.value = "";
+chosen.onchange();
 document.querySelectorAll("thead button").forEach((button, column) => { button.onclick = () => {
   const head = button.parentElement, up = head.getAttribute("aria-sort") !== "ascending";
   for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
@@ -52,6 +58,7 @@ thead button { all: unset; cursor: pointer; font-weight: 600; }
 thead button:focus-visible { outline: 2px solid var(--accent); }
 th[aria-sort=ascending] button::after { content: " ▲"; } th[aria-sort=descending] button::after { content: " ▼"; }
 select { font: inherit; max-width: 100%; margin: .6rem 0 1rem; }
+.one .setting { display: none; }
 body { max-width: none; }
 tbody td.text { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 20rem; }
 td code { overflow-wrap: anywhere; white-space: normal; display: block; min-width: 20rem; }
@@ -115,11 +122,17 @@ def _folders(paths: Iterable[str | Path]) -> list[Path]:
 
 def to_html(lines: Sequence[Entry], output: Path) -> str:
     """The page, with links to the records as they are seen from `output`."""
-    settings = list(dict.fromkeys(entry.setting for entry in lines))
-    choices = "".join(f'<option value="{setting.key}">{escape(setting.text)}</option>' for setting in settings)
+    settings: Counter[Setting] = Counter()  # runs
+    for entry in lines:
+        settings[entry.setting] += len(entry.accuracy.seeds)
+    largest = max(settings, key=settings.__getitem__)
+    choices = "".join(
+        f'<option value="{setting.key}"{" selected" * (setting == largest)}>{escape(setting.text)}</option>'
+        for setting in settings
+    )
     heads = "".join(
-        f'<th scope="col" class="stub" data-kind="{"text" if head in _TEXTS else "number"}">'
-        f'<button type="button">{escape(head)}</button></th>'
+        f'<th scope="col" class="stub{" setting" * (head in _OF_SETTING)}"'
+        f' data-kind="{"text" if head in _TEXTS else "number"}"><button type="button">{escape(head)}</button></th>'
         for head in HEADS
     )
     rows = "\n".join(_row(entry, output.parent) for entry in lines)
@@ -127,7 +140,8 @@ def to_html(lines: Sequence[Entry], output: Path) -> str:
         "<h1>Test-time adaptation: leaderboard</h1>",
         f'<p class="soft">{count(len(lines), "line")} in {count(len(settings), "setting")}. '
         "Accuracies can be compared within a setting only: the same images, corruptions, weights and preprocessing. "
-        "± is the sample standard deviation over seeds. Best of a setting in bold. A click on a heading sorts.</p>",
+        "± is the sample standard deviation over seeds. Best of a setting in bold. A click on a heading sorts; "
+        "the address of the page keeps the chosen setting.</p>",
         f'<label>Setting <select><option value="">all</option>{choices}</select></label>',
         f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>',
         f"<script>{_SCRIPT}</script>",
@@ -230,8 +244,11 @@ def _row(entry: Entry, folder: Path) -> str:
         _number(entry.accuracy.mean, entry.accuracy.text(), entry.rank),
         _number(len(entry.accuracy.seeds), str(len(entry.accuracy.seeds))),
         _number(entry.batch_size, str(entry.batch_size or "")),
-        *map(_text, (entry.setting.data, entry.setting.stream, entry.setting.mode, entry.setting.model)),
-        _number(entry.setting.images, f"{entry.setting.images:,}"),
+        *(
+            _text(text, "setting")
+            for text in (entry.setting.data, entry.setting.stream, entry.setting.mode, entry.setting.model)
+        ),
+        _number(entry.setting.images, f"{entry.setting.images:,}", kind="setting"),
         _estimate(entry.calibration_error),
         _estimate(worst[1], f" ({worst[0]})") if worst else _number(None, ""),
         *(_number(value, f"{value:.2f}" if value is not None else "") for value in (spent.forward, spent.backward)),
@@ -254,13 +271,15 @@ def _records(entry: Entry, folder: Path) -> str:
     )
 
 
-def _text(text: str) -> str:
-    return f'<td class="text" data-value="{escape(text, quote=True)}">{escape(text) or NOTHING}</td>'
+def _text(text: str, kind: str = "") -> str:
+    return (
+        f'<td class="{f"text {kind}".strip()}" data-value="{escape(text, quote=True)}">{escape(text) or NOTHING}</td>'
+    )
 
 
-def _number(value: float | None, text: str, rank: str = "") -> str:
+def _number(value: float | None, text: str, rank: str = "", kind: str = "") -> str:
     shown = f"<strong>{escape(text)}</strong>" if rank else escape(text) or NOTHING
-    return f'<td data-value="{"" if value is None else value}">{shown}</td>'
+    return f'<td class="{kind}" data-value="{"" if value is None else value}">{shown}</td>'
 
 
 def _estimate(value: Estimate | None, suffix: str = "") -> str:
