@@ -55,11 +55,14 @@ WIDTH = 116  # of a line of a command
 EARLIER = "cafe-plus of 0.1"  # the row `cafe-plus` of records that version 0.1 made
 BEFORE = 20_000  # images: the default window of `unmix` when some of the records were made
 RIVALS = ("rivals-cifar10-online", "rivals-cifar10-cotta", "rivals-cifar10-ttac", "unmix-cifar10-online")
+RIVALS_OFFLINE = ("cifar10-mixed", "rivals-cifar10-offline")
 SEARCHED, TUNED = "rates-held-out", "rivals-cifar10-tuned"
+FIRST_MIXED = "superseded/version-0.1/cifar10-mixed"  # beside other records of version 0.1
 SEPARATED_ONLINE = "separated-cifar10-online"
 # By a network whose modes agree:
 AGREE, AGREE_OFFLINE, AGREE_CLEAN = "agree-cifar10-online", "agree-cifar10-offline", "agree-cifar10-clean"
 AGREE_RIVALS, AGREE_GROUPS, AGREE_PLUS = "agree-cifar10-rivals", "agree-groups-held-out", "agree-plus-held-out"
+AGREE_SEARCHED, AGREE_TUNED = "agree-rates-held-out", "agree-cifar10-tuned"
 GROUPNORM = "groupnorm-cifar10-online"
 
 
@@ -290,7 +293,8 @@ def losses_table(folders: Sequence[str], labels: Sequence[str], unadapted: str =
 
 
 def mixed_table() -> str:
-    offline, online = (only(column(*folders), PAPER) for folders in (("cifar10-mixed",), RIVALS))
+    shown = [*PAPER, "unmix", "cafe-plus"]
+    offline, online = (only(column(*folders), shown) for folders in (("cifar10-mixed",), RIVALS))
     fields = [
         measured("offline %", offline, accuracy),
         papers("cifar10-mixed"),
@@ -354,7 +358,7 @@ def _limited(labels: Mapping[str, str]) -> dict[str, str]:
 
 def normalisation_table() -> str:
     parts = (
-        ("mixed, offline", ("cifar10-normalisation-mixed",), ("cifar10-mixed",)),
+        ("mixed, offline", ("cifar10-normalisation-mixed",), (FIRST_MIXED,)),
         ("mixed, online", ("cifar10-normalisation-mixed-online",), RIVALS),
         ("separated, offline", ("cifar10-normalisation-separated",), ()),
         ("separated, online", ("cifar10-normalisation-separated-online",), ()),
@@ -404,7 +408,7 @@ def _without_minimum() -> Field:
 def gate_table() -> str:
     keys = {"source": "source", "cafe": "cafe", "cafe(gate=yes)": "cafe, gate"}
     keys |= {"cafe-plus": EARLIER, "cafe-plus(gate=yes)": f"{EARLIER}, gate"}
-    mixed = {label: _first_seed(("cifar10-mixed",), label) for label in ("source", "cafe", "cafe-plus")}
+    mixed = {label: _first_seed((FIRST_MIXED,), label) for label in ("source", "cafe", "cafe-plus")}
     mixed |= {
         row.label: _first_seed(("cifar10-gate-mixed",), row.label) for row in rows(column("cifar10-gate-mixed").records)
     }
@@ -542,20 +546,15 @@ def svhn_weights_table() -> str:
 
 def unmix_table() -> str:
     lines = ["source", "adabn", "cafe", "unmix", "tent(normalisation=unmix)", "roid(normalisation=unmix)", "cafe-plus"]
-    earlier = share("", "cifar10-mixed", bold=False).texts
-    offline = share("", "unmix-cifar10-offline")
-    texts = {label: earlier[label] for label in ("source", "adabn", "cafe")} | dict(offline.texts)
-    clean = share("clean %", "unmix-cifar10-clean", bold=False)
+    fields = [share("mixed, offline %", *RIVALS_OFFLINE), share("mixed, online %", *RIVALS)]
     return grid(
-        "method",
-        {label: label for label in lines},
-        [Field("mixed, offline %", texts, offline.best), share("mixed, online %", *RIVALS), clean],
+        "method", {label: label for label in lines}, [*fields, share("clean %", "unmix-cifar10-clean", bold=False)]
     )
 
 
-def batches_table() -> str:
+def batches_table(folder: str) -> str:
     """Every method with batches of these sizes, on the same images."""
-    found, sizes = share("", BATCHES, bold=False), ("256", "64", "16", "1")
+    found, sizes = share("", folder, bold=False), ("256", "64", "16", "1")
     plain = ("adabn", "tent", "infomax", "cafe", "eata", "roid", "rotta", "cafe-plus", "unmix")
     rows_of = {method: f"{method}(batch_size=%s)" for method in plain}
     rows_of["cafe, padded"] = "cafe(batch_size=%s,samples_per_dim=2,min_samples=128)"
@@ -641,10 +640,10 @@ def rates_table(folder: str) -> str:
     return plain(markdown_grid(table))
 
 
-def tuned_table() -> str:
+def tuned_table(published: Sequence[str], searched: str, tuned: str) -> str:
     """Every method at its published learning rate, and at the one that the search found, with the same seeds."""
-    both, found = column(*RIVALS, TUNED), accuracies(column(SEARCHED).records)
-    seeds = column(TUNED).seeds
+    both, found = column(*published, tuned), accuracies(column(searched).records)
+    seeds = column(tuned).seeds
     source = replace(both, records=tuple(record for record in both.records if record.seed in seeds))
     means, _ = estimates(source, rows(source.records), accuracy)
     fields: dict[str, dict[str, str]] = {
@@ -666,7 +665,7 @@ def tuned_table() -> str:
 
 def rivals_offline_table() -> str:
     """Every method, answering after the stream is over."""
-    source = column("rivals-cifar10-offline")
+    source = column(*RIVALS_OFFLINE)
     return by_method(source, *qualities(source))
 
 
@@ -717,11 +716,14 @@ STEPS = {
     "cafe-plus(parameters=all,lr=0.002,max_change=0.0005)": "alignment moves all weights",
     "cafe-plus": "alignment moves the normalisation layers (`cafe-plus`)",
 }
-BATCHES = "unmix-cifar10-batches"
 STREAMS = {
     "unmix-cifar10-correlated": "classes in runs %",
     "unmix-cifar10-continual": "one corruption after the other %",
     "cifar10-severities": "all severities %",
+}
+AGREE_STREAMS = {
+    f"agree-cifar10-{name}": head
+    for name, head in zip(("correlated", "continual", "severities"), STREAMS.values(), strict=True)
 }
 LOSSES = ("infomax", "cafe", "actmad", "unmix", "cafe-plus")
 TABLES: dict[str, Callable[[], str]] = {
@@ -752,8 +754,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "held-out-batches": held_out_batches_table,
     "held-out-cures": held_out_cures_table,
     "unmix": unmix_table,
-    "batches": batches_table,
+    "batches": lambda: batches_table("unmix-cifar10-batches"),
+    "agree-batches": lambda: batches_table("agree-cifar10-batches"),
     "streams": lambda: side_by_side(STREAMS),
+    "agree-streams": lambda: side_by_side(AGREE_STREAMS),
     "windows": windows_table,
     "unmix-imagenet": unmix_imagenet_table,
     "rivals": rivals_table,
@@ -774,7 +778,9 @@ TABLES: dict[str, Callable[[], str]] = {
         {"ResNet-26": "plus-held-out", "cafe:cifar10": AGREE_PLUS, "CIFAR-100": "cifar100-plus-held-out"}, STEPS
     ),
     "plus-long": quarters_table,
-    "tuned": tuned_table,
+    "tuned": lambda: tuned_table(RIVALS, SEARCHED, TUNED),
+    "agree-rates": lambda: rates_table(AGREE_SEARCHED),
+    "agree-tuned": lambda: tuned_table((AGREE, AGREE_RIVALS), AGREE_SEARCHED, AGREE_TUNED),
 }
 
 
