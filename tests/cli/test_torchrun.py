@@ -62,7 +62,7 @@ class Launch:
     """A torchrun that was started, and its ranks."""
 
     def __init__(self, ranks, arguments, folder):
-        self.token = uuid.uuid4().hex
+        self.token, self.number = uuid.uuid4().hex, ranks
         environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", TOKEN: self.token}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]
         folder.mkdir(exist_ok=True)
@@ -82,9 +82,14 @@ class Launch:
                 found[int(path.parent.name)] = variables.get("RANK")
         return found
 
+    def find_ranks(self):
+        """Waits until every rank has a process, and remembers them: looking in /proc takes a while."""
+        ranks = range(self.number)
+        self.wait(lambda: {str(rank) for rank in ranks} <= set(self.processes().values()))
+        self.ranks = {int(rank): pid for pid, rank in self.processes().items() if rank is not None}
+
     def signal(self, rank, number):
-        (pid,) = [pid for pid, found in self.processes().items() if found == str(rank)]
-        os.kill(pid, number)
+        os.kill(self.ranks[rank], number)
 
     def wait(self, until):
         deadline = time.monotonic() + PATIENCE
@@ -301,7 +306,8 @@ def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, 
     def count():
         return lines.read_text().count("\n") if lines.exists() else 0
 
-    with launched(2, [*command, 6, "--output", folder], tmp_path / "dies") as job:
+    with launched(2, [*command, 12, "--output", folder], tmp_path / "dies") as job:
+        job.find_ranks()
         job.wait(lambda: count() >= 2)
         job.signal(0, signal.SIGSTOP)  # or it may do all there is before torchrun notices
         job.signal(1, signal.SIGKILL)
@@ -309,26 +315,27 @@ def test_a_rank_that_dies_and_one_that_hangs_end_the_job_and_others_go_on(made, 
         job.signal(0, signal.SIGCONT)
         code, out, err = job.finish()
     done = count()
-    assert code == 1 and out == "" and 2 <= done < 24
-    assert f"interrupted: {done} of 24 runs are done and kept in {folder}; start again to go on" in err
+    assert code == 1 and out == "" and 2 <= done < 48
+    assert f"interrupted: {done} of 48 runs are done and kept in {folder}; start again to go on" in err
     assert "Signal 9 (SIGKILL)" in err  # torchrun says which
 
-    with launched(2, [*command, 8, "--output", folder, "--timeout", SILENCE], tmp_path / "hangs") as job:
+    with launched(2, [*command, 16, "--output", folder, "--timeout", SILENCE], tmp_path / "hangs") as job:
+        job.find_ranks()
         job.wait(lambda: count() > done)
         job.signal(1, signal.SIGSTOP)
         job.wait(lambda: "no heartbeat" in job.err.read_text())
         job.signal(1, signal.SIGCONT)  # or torchrun waits half a minute for it to heed its signal
         code, out, err = job.finish()
-    assert code == 1 and out == "" and f"{done} of 32 runs are done already" in err
+    assert code == 1 and out == "" and f"{done} of 64 runs are done already" in err
     done = count()
-    lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has sent no heartbeat for {SILENCE} s, .+; (\d+) of 32 runs"
+    lost = rf"rank 0: error: rank 1 \(.+, process \d+\) has sent no heartbeat for {SILENCE} s, .+; (\d+) of 64 runs"
     told = re.search(lost, err)
     # Once it is let go on, it may write a few more before it heeds its signal.
     assert told and int(told[1]) <= done, err
     with lines.open("a") as file:
         file.write('{"format": 1, "cut": "of')
 
-    said = run(*bench, 8, "--output", folder).stderr
-    assert f"{done} of 32 runs are done already" in said and "cut off by a crash" in said
-    run(*bench, 8, "--output", results(made, tmp_path / "undisturbed"))
+    said = run(*bench, 16, "--output", folder).stderr
+    assert f"{done} of 64 runs are done already" in said and "cut off by a crash" in said
+    run(*bench, 16, "--output", results(made, tmp_path / "undisturbed"))
     assert records(folder) == records(tmp_path / "undisturbed")
