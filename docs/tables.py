@@ -248,18 +248,16 @@ CLAIMS = (
     Claim("… below CAFe without infomax", "cafe", "cafe-no-infomax", DISTANCES[:2], _distance, lower=True),
 )
 OURS = (
-    Claim("`unmix` is better than the model", "unmix", "source", (ONLINE, OTHER_ONLINE, CIFAR100)),
-    Claim("`unmix` is better than CAFe", "unmix", "cafe", (ONLINE, OTHER_ONLINE)),
+    Claim("`unmix` is better than the model", "unmix", "source", (*WITH_BATCHNORM, CIFAR100)),
+    Claim("`unmix` is better than CAFe", "unmix", "cafe", WITH_BATCHNORM),
     Claim(
         "`cafe-plus` is better than the model",
         "cafe-plus",
         "source",
-        (ONLINE, OTHER_ONLINE, NO_BATCHNORM, SINGLE, CIFAR100),
+        (*MIXED, SINGLE, CIFAR100),
     ),
-    Claim(
-        "`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (ONLINE, OTHER_ONLINE, NO_BATCHNORM, MNIST, CIFAR100)
-    ),
-    Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (ONLINE, OTHER_ONLINE, SINGLE, CIFAR100)),
+    Claim("`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (*MIXED, MNIST, CIFAR100)),
+    Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (*WITH_BATCHNORM, SINGLE, CIFAR100)),
     Claim("`cafe-plus` is better than ROID", "cafe-plus", "roid", (ONLINE, SINGLE, NO_BATCHNORM)),
     Claim("`cafe-plus` is better than EATA", "cafe-plus", "eata", (ONLINE, SINGLE, NO_BATCHNORM)),
     Claim("`cafe-plus` is better than ActMAD", "cafe-plus", "actmad", (ONLINE, NO_BATCHNORM)),
