@@ -79,6 +79,8 @@ def column(*folders: str) -> Column:
 def name_of(label: str, source: Column) -> str:
     """What a row is called in the docs."""
     record = source.of(label)[0]
+    if label == RECIPE:
+        return "infomax, options of cafe-plus"
     if label == "unmix" and record.config["window"] == BEFORE:
         return f"unmix(window={BEFORE})"
     return label.replace("cafe-plus", EARLIER) if record.versions.get("cafe_tta", "").startswith("0.1.") else label
@@ -704,7 +706,9 @@ def agree_groups_table() -> str:
     return grid("k", labels, [share("accuracy %", AGREE_GROUPS, bold=False), widest])
 
 
-ALL_WEIGHTS, WITH_INFOMAX = (Declared.load().words[name] for name in ("all_weights", "with_infomax"))
+ALL_WEIGHTS, WITH_INFOMAX, RECIPE = (
+    Declared.load().words[name] for name in ("all_weights", "with_infomax", "recipe_infomax")
+)
 PAPER = Declared.load().words["paper"].split(",")
 STEPS = {
     "source": "the model",
