@@ -252,12 +252,7 @@ CLAIMS = (
 OURS = (
     Claim("`unmix` is better than the model", "unmix", "source", (*WITH_BATCHNORM, CIFAR100)),
     Claim("`unmix` is better than CAFe", "unmix", "cafe", WITH_BATCHNORM),
-    Claim(
-        "`cafe-plus` is better than the model",
-        "cafe-plus",
-        "source",
-        (*MIXED, SINGLE, CIFAR100),
-    ),
+    Claim("`cafe-plus` is better than the model", "cafe-plus", "source", (*MIXED, SINGLE, CIFAR100)),
     Claim("`cafe-plus` is better than CAFe", "cafe-plus", "cafe", (*MIXED, MNIST, CIFAR100)),
     Claim("`cafe-plus` is better than `unmix`", "cafe-plus", "unmix", (*WITH_BATCHNORM, SINGLE, CIFAR100)),
     Claim("`cafe-plus` is better than ROID", "cafe-plus", "roid", (ONLINE, SINGLE, NO_BATCHNORM)),

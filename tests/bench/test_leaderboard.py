@@ -136,6 +136,8 @@ def test_a_click_sorts_and_a_choice_filters(folders, tmp_path):
         assert column(0) == ["cafe", "cafe", "source"]  # the setting with the most runs comes first
         assert driver.execute_script(f"return {stream}") == "none"  # its columns say the same in every line
         choose(0)
+        driver.refresh()
+        assert len(column(0)) == 4  # the address says so
         assert driver.execute_script(f"return {stream}") != "none"
         click("accuracy %")
         assert column(1) == ["50.00 ± 0.00", "60.00", "62.00 ± 0.71", "90.00"]

@@ -37,7 +37,7 @@ const body = document.querySelector("tbody"), chosen = document.querySelector("s
 chosen.onchange = () => {
   for (const row of body.rows) row.hidden = chosen.value && row.dataset.setting !== chosen.value;
   body.parentElement.classList.toggle("one", chosen.value !== "");
-  history.replaceState(null, "", "#" + chosen.value);
+  history.replaceState(null, "", "#" + (chosen.value || "all"));
 };
 if (location.hash) chosen.value = location.hash.slice(1);
 if (chosen.selectedIndex < 0) chosen.value = "";
